@@ -168,7 +168,7 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     """Rows, a base with its tokenizer, and a run folder for each of our ways."""
     rows = made_up_rows(400 if wanted.quick else 4000)
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = wanted.model or _random_base(wanted, place, rows)
+    folder = wanted.model or random_base(wanted, place, rows)
     runs = {}
     for name, packing in {
         "lamp, packed": "packed",
@@ -179,7 +179,7 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     return {"folder": str(folder), "rows": str(place / "rows.jsonl"), "runs": runs}
 
 
-def _random_base(wanted: Any, place: Path, rows: list[dict[str, Any]]) -> Path:
+def random_base(wanted: Any, place: Path, rows: list[dict[str, Any]]) -> Path:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -256,7 +256,7 @@ def contestants(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, tup
 
 
 def race(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, float]:
-    from lamplighter.watch.trainer import threads_wait
+    from lamplighter.watch.launcher import threads_wait
 
     chosen = contestants(wanted, case, place)
     common = {**os.environ, "PYTHONPATH": str(measured.ROOT / "src"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(place / "hf"),

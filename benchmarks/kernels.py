@@ -112,7 +112,7 @@ def prepare_case(family: str, size: str, length: int, place: Path, steps: int) -
 
 
 def environment(kernels: str) -> dict[str, str]:
-    from lamplighter.watch.trainer import threads_wait
+    from lamplighter.watch.launcher import threads_wait
 
     more = {"PYTHONPATH": str(measured.ROOT / "src"), "HF_HUB_OFFLINE": "1", "LAMP_CPU_KERNELS": kernels}
     return {**os.environ, **threads_wait(os.environ), **more}

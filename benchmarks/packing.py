@@ -39,7 +39,7 @@ from lamplighter.model.weights import init_weights
 from lamplighter.train.bf16 import make_it_work
 from lamplighter.train.hardware import kept_memory
 from lamplighter.train.optimizers import Optimizer, clip_factor, make_optimizer
-from lamplighter.watch.trainer import threads_wait
+from lamplighter.watch.launcher import threads_wait
 
 CLIP = 1.0
 

@@ -26,7 +26,7 @@ from lamplighter.plan.dry_run import attempt
 from lamplighter.plan.job import Job
 from lamplighter.plan.memory import GIB, memory
 from lamplighter.plan.speed import cpu_step_seconds
-from lamplighter.watch.trainer import threads_wait
+from lamplighter.watch.launcher import threads_wait
 
 # family, layers, width, heads, length, vocabulary, batch, micro-batch, dropout
 GRID = [

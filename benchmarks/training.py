@@ -136,7 +136,7 @@ def contestants(wanted: Any, case: dict[str, Any], place: Path) -> dict[str, tup
 
 
 def environment(ours: bool) -> dict[str, str]:
-    from lamplighter.watch.trainer import threads_wait
+    from lamplighter.watch.launcher import threads_wait
 
     return {
         **os.environ,

@@ -19,7 +19,7 @@ import pytest
 from lamplighter import rundir
 from lamplighter.rundir import RunDir
 from lamplighter.watch import supervisor
-from lamplighter.watch.trainer import Trainer
+from lamplighter.watch.launcher import Launcher
 from running import FULL, STARTED, Command, Finished, Row, copy_run, four_hogs, run_child_here, trained_once
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -80,7 +80,11 @@ def here(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]
     leaves on disk, not for how it is watched, killed or stopped; and with train.threads 1, as the threads of this process spin.
     """
     path, modules = list(sys.path), set(sys.modules)
-    monkeypatch.setattr(Trainer, "_spawn_rank", lambda trainer, rank, attempt: run_child_here(trainer, attempt))
+    monkeypatch.setattr(
+        Launcher,
+        "place",
+        lambda launcher, rank, request, told: run_child_here(launcher, request, int(told["LAMP_ATTEMPT"])),
+    )
     monkeypatch.setattr(supervisor, "LOOK_EVERY_S", 0.0)
     yield command
     sys.path[:] = path

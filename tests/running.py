@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from lamplighter.commands import child_main
 from lamplighter.procs import prctl
 from lamplighter.rundir import RunDir, read_lines
 from lamplighter.slot import Slot, read_slot
-from lamplighter.watch.trainer import Trainer
+from lamplighter.watch.launcher import Launcher
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LAMP = [sys.executable, "-m", "lamplighter"]
@@ -118,10 +118,9 @@ class Ended:
     wait = poll
 
 
-def run_child_here(trainer: Trainer, attempt: int) -> Ended:
+def run_child_here(launcher: Launcher, given: Mapping[str, Any], attempt: int) -> Ended:
     """The child's part of a verb in this process; what is its process's own (signals, listener, last exit) is left out."""
-    spec = trainer.spec
-    request = {**spec.request, "folder": str(trainer.run.path), "result_fd": spec.result_fd}
+    request = {**given, "folder": str(launcher.run.path), "result_fd": launcher.result_fd}
     reporter = report._Reporter()
 
     def leave(code: int) -> None:
@@ -131,12 +130,12 @@ def run_child_here(trainer: Trainer, attempt: int) -> Ended:
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (
             (report, "_reporter", reporter), (report, "_listen", lambda _: None), (report, "leave", leave),
-            (prctl, "belong_to", lambda _: None), (child_main, "_keep_to_ourselves", lambda _: None),
-            (warnings, "showwarning", warnings.showwarning), (sys, "argv", ["child_main", spec.verb, json.dumps(request)]),
+            (prctl, "belong_to", lambda _: None), (child_main, "keep_to_ourselves", lambda _: None),
+            (warnings, "showwarning", warnings.showwarning), (sys, "argv", ["child_main", launcher.verb, json.dumps(request)]),
         ):  # fmt: skip
             patch.setattr(module, name, value)
         patch.setenv("LAMP_ATTEMPT", str(attempt))
-        trainer.run.slot(0).unlink(missing_ok=True)
+        launcher.run.slot(0).unlink(missing_ok=True)
         code = child_main.main()
     faulthandler.unregister(signal.SIGURG)
     with contextlib.suppress(ValueError):  # where it could not start to report

@@ -150,17 +150,34 @@ FLAGS = Kind(
     (list,),
     of={**dict.fromkeys(("cause", "why", "next"), needed(TEXT)), "state": TEXT, "step": needed(COUNT)},
 )
+RANKS = Kind(
+    "a list of ranks",
+    (list,),
+    of={
+        "rank": needed(COUNT),
+        **dict.fromkeys(("pid", "step", "collectives"), COUNT),
+        **dict.fromkeys(("host", "state", "phase", "span"), TEXT),
+        **dict.fromkeys(("waiting_s", "in_collective", "tokens_per_s", "ram_gb"), SECONDS),
+    },
+)
 STATUS: Fields = {
     **dict.fromkeys(("state", "verb", "now", "phase", "stall", "outcome", "host", "boot_id", "exact", "path"), TEXT),
-    **dict.fromkeys(("step", "steps", "tokens", "durable_step", "documents", "best_step"), COUNT),
+    **dict.fromkeys(("step", "steps", "tokens", "durable_step", "mirrored_step", "documents", "best_step"), COUNT),
     **dict.fromkeys(("attempt", "pid", "pid_start", "child_pid"), COUNT),
     **dict.fromkeys(("tokens_per_s", "spent_s", "eta_s", "last_progress_s", "usd"), SECONDS),
     **dict.fromkeys(("mean_loss", "best_val_loss", "end_hours", "end_usd", "short_hours", "short_usd"), NUMBER),
     **dict.fromkeys(("loss", "val_loss", "t", "exit_code", "format", "numerics"), NUMBER),
     "flags": FLAGS,
+    "ranks": RANKS,
     "track": Kind("a list of trackers", (list,), of={"to": needed(TEXT), "step": COUNT, "lag": COUNT, "problem": TEXT, "url": TEXT}),
     "ended_early": Kind("an object", (dict,), of={"step": COUNT, "steps": COUNT, "since_best": COUNT, "best_step": COUNT, "why": TEXT}),
 }  # fmt: skip
+MIRROR: Fields = {
+    **dict.fromkeys(("id", "store", "problem", "kind", "doing"), TEXT),
+    **dict.fromkeys(("step", "most", "bytes", "total"), COUNT),
+    **dict.fromkeys(("t", "since"), TIME),
+    "done": FLAG,
+}
 HOLDER: Fields = {"host": TEXT, "boot_id": TEXT, "pid": COUNT, "pid_start": COUNT, "t": TIME}
 _LIGHTER = {"settings": needed(TEXT), "gib": Kind("a number", (float,), may_be_none=False, needed=True)}
 PLAN: Fields = {"memory_gib": NUMBER, "lighter": Kind("a list of settings", (list,), of=_LIGHTER)}  # what is read of it

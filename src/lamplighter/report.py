@@ -18,19 +18,26 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from lamplighter import own_stacks
 from lamplighter import slot as slots
 from lamplighter.errors import STOPPED_EARLY
+from lamplighter.procs.peers import end_connections_to
 from lamplighter.procs.procfs import pid_start
 from lamplighter.procs.signals import requests_from_outside, signal_name
-from lamplighter.rundir import LineFile, RunDir, write_atomic
+from lamplighter.read_back import parse_object
+from lamplighter.rundir import LineFile, RunDir, read_last_lines, write_atomic
 from lamplighter.safe_text import mask_record, safe
+
+_RECENT = 4  # of the last step, and of its validation
+STANDBY = "standby"  # the phase of a process that is ready to take the place of another
 
 # ---------------------------------------------------------------- state of this process's reporting
 
@@ -43,6 +50,7 @@ class _Reporter:
         self.rank = 0
         self.attempt = 1
         self.slot = slots.SlotWriter()
+        self.slot_place = Path()
         self.owner = threading.get_ident()
         self.stack: list[Phase | _Span] = []
         self.times: dict[str, float] = {}
@@ -57,6 +65,8 @@ class _Reporter:
         self.on_save: Callable[[], object] | None = None
         self.result_fd = -1
         self.dump: BinaryIO | None = None
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)  # metrics, also of ranks that do not write them
+        self.orders: SimpleQueue[dict[str, Any]] = SimpleQueue()  # which rank to be from now on, by the parent
 
     # -- writing
 
@@ -230,7 +240,8 @@ def collective(name: str, rank: int, world: int) -> Iterator[None]:
     frame = sys._getframe(4)  # beyond this generator, contextlib and the caller's own context manager
     slot.text("coll", name)
     slot.text("coll_at", f"{frame.f_code.co_filename}:{frame.f_lineno}")
-    for field_name, value in (("rank", rank), ("world", world), ("coll_since_ns", time.monotonic_ns())):
+    began_ns = time.monotonic_ns()
+    for field_name, value in (("rank", rank), ("world", world), ("coll_since_ns", began_ns)):
         slot.set(field_name, value)
     slot.add("coll_seq")
     slot.set("in_coll", 1)
@@ -238,6 +249,7 @@ def collective(name: str, rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         slot.set("in_coll", 0)
+        slot.add("coll_ns", time.monotonic_ns() - began_ns)
 
 
 def note(text: str, **fields: Any) -> None:
@@ -297,7 +309,9 @@ def number(**values: float) -> None:
 def metric(step: int, values: Mapping[str, float]) -> None:
     """One flat record per optimizer step, written at once, unrounded; a non-finite number is null."""
     r = _reporter
-    r.write(r.metrics, {"step": step, "attempt": r.attempt, "t": time.time(), **values})
+    record = {"step": step, "attempt": r.attempt, "t": time.time(), **values}
+    r.recent.append(record)
+    r.write(r.metrics, record)
     if (loss := values.get("train/loss")) is not None:
         r.slot.set("loss", loss)
         r.slot.set("step", step)
@@ -309,6 +323,22 @@ def metric(step: int, values: Mapping[str, float]) -> None:
         _count_tick()
     if time.monotonic() - r.times_written > 5:
         r.write_times()
+
+
+def recent_metrics() -> list[dict[str, Any]]:
+    """The last ones that this process has made, whether or not it writes them."""
+    return [_finite(record) for record in _reporter.recent]
+
+
+def write_missing(records: list[dict[str, Any]]) -> None:
+    """Those of a step that its writer was killed before it could write; nothing where this process does not write metrics."""
+    r = _reporter
+    if r.run is None or r.metrics is None:
+        return
+    written = {(record.get("step"), "train/loss" in record) for record in read_last_lines(r.run.metrics)}
+    for record in records:
+        if (record["step"], "train/loss" in record) not in written:
+            r.write(r.metrics, record)
 
 
 def result(text: str, raw: bool = False) -> None:
@@ -347,28 +377,65 @@ def spent_s() -> float:
 
 
 def start(run: RunDir, rank: int = 0, attempt: int = 1, result_fd: int = -1) -> None:
-    """Open the slot and the files, and start the listening thread. Called once, by the child's main thread."""
+    """Open the slot and the files, and start the listening thread. Called by the child's main thread: once, and again when
+    it becomes another rank."""
     r = _reporter
     r.run, r.rank, r.attempt, r.result_fd = run, rank, attempt, result_fd
-    r.owner = threading.get_ident()
+    _open_slot(run.slot(rank))
+    r.events = LineFile(run.rank_events(rank))
+    if rank == 0:
+        r.metrics = LineFile(run.metrics)
+    r.event("hello", pid=os.getpid(), attempt=attempt)
+
+
+def start_unheard(run: RunDir, slot: Path) -> None:
+    """A process that gets ready and waits: it has a slot, answers, and writes no events."""
+    _reporter.run = run
+    _open_slot(slot)
+
+
+def _open_slot(place: Path) -> None:
+    r = _reporter
+    r.owner, r.slot_place = threading.get_ident(), place
     hello = slots.SlotWriter()
     for name, value in (("pid", os.getpid()), ("pid_start", pid_start(os.getpid())), ("hello_ns", time.monotonic_ns())):
         hello.set(name, value)
     if (world := int(os.environ.get("LAMP_WORLD", "1"))) > 1:
-        hello.set("rank", rank)
+        hello.set("rank", r.rank)
         hello.set("world", world)
-    r.slot = hello.publish(str(run.slot(rank).with_suffix("")))
-    r.events = LineFile(run.rank_events(rank))
-    if rank == 0:
-        r.metrics = LineFile(run.metrics)
-    r.times_at = r.times_written = time.monotonic()
-    r.event("hello", pid=os.getpid(), attempt=attempt)
-    gc.callbacks.append(_on_gc)
+    r.slot = hello.publish(str(place.with_suffix("")))
+    r.times, r.times_at = {}, time.monotonic()
+    r.times_written = r.times_at
+    if _on_gc not in gc.callbacks:
+        gc.callbacks.append(_on_gc)
     if threading.current_thread() is threading.main_thread():
         # The last resort for stacks: one thread only, never all_threads, which crashes healthy processes.
-        r.dump = open(run.slot(rank).with_suffix(".dump"), "wb")
+        r.dump = open(place.with_suffix(".dump"), "wb")
         faulthandler.register(signal.SIGURG, file=r.dump, all_threads=False, chain=False)
-    _listen(run.fifo(rank))
+    _listen(place.with_suffix(".ask"))
+
+
+def same_rank(attempt: int) -> None:
+    """The next attempt, in the same process and as the same rank."""
+    _reporter.attempt = attempt
+    _reporter.event("hello", pid=os.getpid(), attempt=attempt)
+
+
+def has_orders() -> bool:
+    """Whether the parent has said which rank this process is from now on."""
+    return not _reporter.orders.empty()
+
+
+def orders(within_s: float) -> dict[str, Any] | None:
+    """The newest that the parent has said; None where it says nothing in time."""
+    queue = _reporter.orders
+    try:
+        found = queue.get(timeout=within_s)
+    except Empty:
+        return None
+    while not queue.empty():  # this is the only reader
+        found = queue.get()
+    return found
 
 
 def forget() -> None:
@@ -443,6 +510,10 @@ def _answer(request: str) -> None:
         _write_stacks(int(rest))
     elif word == "stop":
         _ask_stop(rest)
+    elif word == "become" and (order := parse_object(rest)) is not None:
+        _reporter.orders.put(order)
+    elif word == "lost":  # another machine: collectives with it must fail now
+        end_connections_to(rest)
     elif word == "save":
         save = _reporter.on_save
         if save is None:
@@ -470,5 +541,5 @@ def _write_stacks(number: int) -> None:
         return
     answer = f'{{"id": {number}, "answer": {own_stacks.answer_as_json(r.owner)}}}'
     r.slot.add("answers")  # once before and once after: what is written in between is no work
-    write_atomic(r.run.slot(r.rank).with_suffix(".stacks.json"), answer, durable=False)
+    write_atomic(r.slot_place.with_suffix(".stacks.json"), answer, durable=False)
     r.slot.add("answers")

@@ -103,6 +103,10 @@ class RunDir:
         return self.path / "report.md"
 
     @property
+    def mirror(self) -> Path:
+        return self.path / "mirror.json"
+
+    @property
     def lock(self) -> Path:
         return self.path / "lock"
 
@@ -111,6 +115,10 @@ class RunDir:
 
     def slot(self, rank: int) -> Path:
         return self.slots / f"rank{rank}.slot"
+
+    @property
+    def standby_slot(self) -> Path:
+        return self.slots / "standby.slot"
 
     def fifo(self, rank: int) -> Path:
         return self.slots / f"rank{rank}.ask"
@@ -340,6 +348,44 @@ def _whole_lines(path: Path, most_bytes: int | None) -> Iterator[bytes]:
         while line := file.readline(read_back.LINE_BYTES):
             if line[:1] == b"{":
                 yield line
+
+
+class Tail:
+    """Complete new lines of a growing file; a half-written line waits for its end. Another file in its place is read from its start."""
+
+    def __init__(self, path: Path, from_end: bool = False, start: int = 0) -> None:
+        self.path = path
+        self.offset = path.stat().st_size if from_end and path.exists() else start
+        self.part = b""
+        self.file: tuple[int, int] | None = None  # device and inode
+        self.replaced = 0  # how often: what was read before is of another file then
+
+    def blocks(self, block_bytes: int = 1 << 20) -> Iterator[list[bytes]]:
+        """The lines of each part of the file that is read at once."""
+        try:
+            with read_back.open_file(self.path) as file:
+                self._begin(os.fstat(file.fileno()))
+                file.seek(self.offset)
+                while data := file.read(block_bytes):
+                    self.offset += len(data)
+                    *whole, self.part = (self.part + data).split(b"\n")
+                    if len(self.part) > read_back.LINE_BYTES:  # a line without an end must not fill the memory
+                        self.part = b""
+                    yield whole
+        except OSError:  # not there yet, gone, or no file
+            return
+
+    def _begin(self, found: os.stat_result) -> None:
+        if found.st_size < self.offset or self.file not in (None, (found.st_dev, found.st_ino)):
+            self.offset, self.part = 0, b""
+            self.replaced += 1
+        self.file = (found.st_dev, found.st_ino)
+
+    def lines(self, limit_bytes: int = 1 << 20) -> list[str]:
+        return [line.decode("utf-8", "replace") for line in next(self.blocks(limit_bytes), [])]
+
+    def records(self) -> list[dict[str, Any]]:
+        return [record for line in self.lines() if (record := parse_record(line)) is not None]
 
 
 def read_events(run: RunDir) -> Iterator[dict[str, Any]]:

@@ -43,6 +43,7 @@ class Slot:
     optimizers: int = 0
     tokens: int = 0
     durable_step: int = 0
+    memory_step: int = 0  # kept in memory that outlives the process
     phase_since_ns: int = 0
     span_since_ns: int = 0
     # a data loader: in the process that asks, and in the one that reads
@@ -61,6 +62,7 @@ class Slot:
     coll_seq: int = 0
     in_coll: int = 0
     coll_since_ns: int = 0
+    coll_ns: int = 0  # in those that have ended
     compiles: int = 0
     compiling: int = 0
     compile_since_ns: int = 0
@@ -132,7 +134,7 @@ class Slot:
 
 SURE_STEPS = 10  # measured, from which on the end of a run is foretold
 SLOT_BYTES = 4096
-MAGIC = b"LAMPSLT4"
+MAGIC = b"LAMPSLT5"
 TEXT_BYTES = {
     "phase": 128, "span": 64, "unit": 32, "phase_item": 256, "item": 128, "coll": 128, "coll_at": 256, "compile_id": 32,
     "bar": 128, "error": 1024, "forked_beside": 512, "python": 32, "argv": 256,
@@ -201,6 +203,12 @@ def map_file(stem: str, ending: str, content: bytes) -> mmap.mmap:
 
 def read_slot(path: str | os.PathLike[str]) -> Slot | None:
     """One look; None where there is no slot yet, or something else in its place."""
+    page = read_page(path)
+    return parse_page(page) if page is not None else None
+
+
+def read_page(path: str | os.PathLike[str]) -> bytes | None:
+    """As it is: of a page that has not changed, nothing has to be taken apart again."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:  # not there yet
@@ -211,13 +219,18 @@ def read_slot(path: str | os.PathLike[str]) -> Slot | None:
         return None
     finally:
         os.close(fd)
-    if len(page) != SLOT_BYTES or page[:8] != MAGIC:
-        return None
-    view = memoryview(page)
-    wholes, reals = view.cast("q"), view.cast("d")
-    values: dict[str, Any] = {name: (reals if name in REALS else wholes)[at] for name, at in AT.items()}
-    for name in TEXTS:
-        values[name] = _text_at(page, name)
+    return page if len(page) == SLOT_BYTES and page[:8] == MAGIC else None
+
+
+def parse_page(page: bytes) -> Slot:
+    view, end = memoryview(page), 2 + len(_NUMBERS)
+    values: dict[str, Any] = dict(zip(_NUMBERS, view.cast("q")[2:end].tolist()))
+    reals = view.cast("d")
+    for name in REALS:
+        values[name] = reals[AT[name]]
+    for name, (at, _) in TEXTS.items():
+        if page[at]:  # an empty text is the class's own
+            values[name] = _text_at(page, name)
     return Slot(**values)
 
 

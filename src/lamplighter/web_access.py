@@ -49,6 +49,10 @@ class Access:
     names: frozenset[str] = frozenset()  # further names of this machine, such as that of a proxy before it
     origins: frozenset[str] = frozenset()  # pages of others that may ask, such as https://chat.example
     most_body_bytes: int = MOST_BODY_BYTES
+    needed: str = "the token that was printed at the start: ?token=... or Authorization: Bearer ..."  # in words
+    without_token: frozenset[str] = (
+        frozenset()
+    )  # paths that say nothing secret, for those who only look whether it is there
 
     @property
     def cookie(self) -> str:
@@ -173,12 +177,9 @@ def refusal(scope: Scope, access: Access) -> tuple[int, str, str] | None:
         return 421, "foreign_host", f"this server does not answer to the Host {name!r}; it is called {access.host}"
     if not _origin_may_ask(scope, headers, hosts[0], access):
         return 403, "foreign_origin", "another site's page may not use this server"
-    if access.token and not _has_token(scope, headers, access):
-        return (
-            401,
-            "token_needed",
-            "give the token that was printed at the start: ?token=... or Authorization: Bearer ...",
-        )
+    is_open = scope.get("method") in ("GET", "HEAD") and scope.get("path") in access.without_token
+    if access.token and not is_open and not _has_token(scope, headers, access):
+        return 401, "token_needed", f"give {access.needed}"
     lengths = headers.get("content-length", ["0"])
     if len(lengths) != 1 or not (lengths[0].isascii() and lengths[0].isdecimal()):
         return 400, "bad_request", "Content-Length is not a number"
@@ -270,7 +271,13 @@ async def _refuse(scope: Scope, send: Send, status: int, kind: str, words: str) 
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": words[:100]})
         return
-    body = json.dumps({"error": {"message": words, "type": kind, "code": status}}).encode()
+    error = {
+        "message": words,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": kind,
+    }  # as OpenAI's clients expect
+    body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *_HEADERS.items()]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -552,7 +552,9 @@ def test_the_worker_that_is_waited_for_and_its_item(slots: Path, method: str) ->
         found = read_all(slots)
         main = found.get(process.pid)
         readers = [slot for slot in found.values() if slot.in_item]
-        return main and main.in_fetch and main.fetches == 2 and [slot.item for slot in readers] == ["8..11"] and found
+        both = {slot.worker for slot in found.values() if slot.items} == {0, 1}
+        there = main and main.in_fetch and main.fetches == 2 and both
+        return there and [slot.item for slot in readers] == ["8..11"] and found
 
     found = wait_for(asleep, 60, process)
     main = found[process.pid]

@@ -63,7 +63,6 @@ AT_ONCE = [
     (["train", "--train.ddp", "true"], 2, "a run has one process for each GPU by itself"),
     (["train", "--nproc_per_node", "2"], 2, "--train.ranks 2"),
     (["train", "--model.init_from", "gpt2"], 66, "a name on the Hugging Face hub is written with its owner"),
-    (["plan", "--preset", "slm", "--on", "a10:2"], 2, "not planned yet"),
     (["train", "--train.lrr", "3"], 2, "--train.lr"),
     (["train", "--max-seq-length", "512"], 2, "--data.seq_len"),
     (["train", "--resume_from_checkpoint", "x"], 2, "--resume"),
@@ -71,7 +70,7 @@ AT_ONCE = [
     (["train", "--seed", "3"], 2, "did you mean --train.seed?"),
     (["train", "--checkpoint", "x"], 2, "did you mean --resume?"),
     (["train", "--lore.r", "8"], 2, "did you mean --lora.r?"),
-    (["runs", "--train.steps", "3"], 2, "it belongs to lamp demo, train, plan, doctor, "),
+    (["runs", "--train.steps", "3"], 2, "it belongs to lamp demo, train, launch slurm, plan, doctor, "),
     (["runs", "--train.steps", "3"], 2, "; lamp runs takes --json, --watch, --runs-dir\nnext:  lamp runs --help"),
     (["generate", "base", "--train.lr", "3"], 2, "--train.lr is not a flag of lamp generate"),
     (["plan", "--force"], 2, "it belongs to lamp train, export, tokenizer train; lamp plan takes --preset, "),
@@ -79,7 +78,7 @@ AT_ONCE = [
     (["tokenizer", "show", "x", "--max-tokens", "3"], 2, "it belongs to lamp generate; lamp tokenizer show takes"),
     (["why", "r", "--json"], 2, "; lamp why takes --runs-dir\nnext:  lamp why --help"),
     (["runs", "--verbose"], 2, "it belongs to lamp train; lamp runs takes"),
-    (["plan", "--run", "x"], 2, "it belongs to lamp demo, train, watch; lamp plan takes"),
+    (["plan", "--run", "x"], 2, "it belongs to lamp demo, train, launch slurm, watch; lamp plan takes"),
     (["plan", "--xyzzy"], 2, "next:  lamp plan --help"),
     (["data", "clean", "--val", "x"], 2, "it belongs to lamp data stats; lamp data clean takes --out"),
     (["plan", "--preset", "slm", "--on", "b200"], 2, "did you mean h200?\nnext:  lamp plan --on h200"),
@@ -128,12 +127,12 @@ def test_a_mistake_is_three_lines_and_a_code(
     three_lines(command(*words, cwd=tmp_path), code, part)
 
 
-def test_a_launcher_over_several_machines_is_refused(
+def test_a_launcher_over_several_machines_needs_a_place_to_meet(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    three_lines(command("train", *QUICK, cwd=tmp_path), 2, "several nodes are not there yet")
+    three_lines(command("train", *QUICK, cwd=tmp_path), 2, "launch.rendezvous is not set")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     three_lines(command("train", *QUICK, "--train.ranks", "3", cwd=tmp_path), 2, "leave train.ranks out")
     assert not (tmp_path / "runs").exists()

@@ -485,7 +485,7 @@ def test_advice_is_printed_as_settings_that_train(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_when_the_doctor_is_stopped(tmp_path: Path) -> None:
-    going = subprocess.Popen([*LAMP, "doctor", "--only", "two ranks"], cwd=tmp_path, stdout=subprocess.PIPE,
+    going = subprocess.Popen([*LAMP, "doctor", "--only", "ranks of this run"], cwd=tmp_path, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT, env=clean_env())  # fmt: skip
     try:
         family = wait_for(lambda: _with_ranks(going.pid), process=going)
@@ -505,28 +505,64 @@ def _with_ranks(pid: int) -> list[psutil.Process]:
         return []
 
 
-# ---------------------------------------------------------------- two ranks
+# ---------------------------------------------------------------- the ranks of a run
+
+
+def _asked(tmp_path: Path, ranks: int, **overrides: str) -> list[dict[str, Any]]:
+    context = demo_context(tmp_path, train__ranks=str(ranks), **overrides)
+    return collectives.requests(context, collectives._job(context, ranks), ranks)
+
+
+def _injected(place: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    """Something that rank 1 does before it begins, from outside."""
+    (place / "sitecustomize.py").write_text(f"import os, time\nif os.environ.get('LAMP_RANK') == '1':\n    {act}\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]))
 
 
 def test_a_rank_that_does_not_arrive_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 sleeps before it begins, by something that is injected from outside."""
-    text = """
-        import os, time
-        if os.environ.get("RANK") == "1":
-            time.sleep(1000)
-    """
-    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(text))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    fault = collectives.trial("127.0.0.1", collectives.free_port(), lambda _: None, act_s=2.0)
-    assert (fault.level, fault.cause, fault.culprit["rank"]) == ("fault", "rank_late", 1)
+    _injected(tmp_path, monkeypatch, "time.sleep(1000)")
+    (fault,) = collectives.trial(_asked(tmp_path, 2), "two ranks", lambda _: None, act_s=1.0)
+    assert (fault.level, fault.cause, fault.culprit["rank"]) == ("fault", "rank_late", 1), fault
     assert "rank 1 did not arrive at rendezvous" in fault.what
     assert not psutil.pid_exists(fault.culprit["pid"])
 
 
-def test_two_ranks_meet_and_what_they_compute_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    (found,) = collectives.two_ranks(demo_context(tmp_path))
-    assert found.level == "ok" and "all-reduce, barrier and broadcast are right" in found.what, found
+def test_a_rank_with_other_settings_is_named(tmp_path: Path) -> None:
+    one, two = _asked(tmp_path, 2)
+    two["run"] = {**two["run"], "train": {**two["run"]["train"], "lr": 1e-5}}
+    (fault,) = collectives.trial([one, two], "two ranks", lambda _: None)
+    assert (fault.level, fault.culprit) == (
+        "fault",
+        {"rank": 1},
+    ) and fault.what == "rank 1 has other settings than rank 0"
+
+
+@LONG
+def test_a_rank_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _injected(tmp_path, monkeypatch, "import threading; threading.Timer(3.0, os.kill, (os.getpid(), 9)).start()")
+    asked = [{**one, "numbers": 50_000_000} for one in _asked(tmp_path, 3)]
+    (fault,) = collectives.trial(asked, "three ranks", lambda _: None, act_s=60.0)
+    assert (fault.cause, fault.culprit) == ("rank_sigkill", {"rank": 1}), fault
+
+
+def test_the_ranks_of_a_run_meet_and_reduce_as_a_run_does(tmp_path: Path) -> None:
+    idle, met, *each = collectives.ranks_of_run(demo_context(tmp_path, train__ranks="3", train__micro_batch="4"))
+    assert idle.level == "warn" and "1 of 3 ranks would stay idle: a step has 2 micro-batches" in idle.what
+    assert idle.next == "for a new run --train.micro_batch 3"
+    assert met.what.startswith(
+        "3 ranks (train.ranks) met and have the same settings; adding up 2.2 MB of gradients takes"
+    )
+    assert met.figures["gradient_bytes"] == 4 * 560_640 and met.figures["reduce_s"] > 0
+    assert [one.what[:6] for one in each] == ["rank 0", "rank 1", "rank 2"]
+    assert all(one.figures["gflops"] > 0 and one.figures["threads"] >= 1 for one in each)
+
+
+def test_a_slow_rank_is_named_and_gradients_that_do_not_fit_are_said() -> None:
+    told = [{"device": "d", "threads": 1, "memory_gb": 9.0, "gflops": speed, "reduce_s": 0.2} for speed in (50, 20, 48)]
+    met, *each = collectives.judge_ranks(told, {"gradients": 4000, "numbers": 1000}, "3 ranks", 5.0)
+    assert met.figures["reduce_s"] == pytest.approx(0.8) and "by arithmetic from 4.0 KB, which fit here" in met.what
+    assert [one.level for one in each] == ["ok", "warn", "ok"]
+    assert (each[1].cause, each[1].culprit) == ("slow_rank", {"rank": 1}) and "slow, others have 48" in each[1].what
 
 
 def test_addresses_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

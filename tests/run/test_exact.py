@@ -187,9 +187,9 @@ def resume_times(cwd: Path, name: str) -> float:
 
 VARIANTS = {
     "bf16": ["--train.dtype", "bf16"],
-    "llama with micro-batches, epochs of a trained tokenizer": [
-        "--model.family", "llama", "--model.kv_heads", "1", "--train.micro_batch", "3", "--tokenizer.kind", "bpe",
-        "--tokenizer.vocab_size", "400",
+    "qwen3 by Muon with micro-batches, epochs of a trained tokenizer": [
+        "--model.family", "qwen3", "--model.kv_heads", "1", "--model.tie_embeddings", "false", "--train.optimizer", "muon",
+        "--train.schedule", "wsd", "--train.micro_batch", "3", "--tokenizer.kind", "bpe", "--tokenizer.vocab_size", "400",
     ],
     "compiled": ["--train.compile", "true"],
 }  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 
 from lamplighter.rundir import RunDir, read_lines
 from running import Command, lamp, losses_of, shared, slot_of, start_lamp, wait_for
+from serving import ask, serving
 
 ROWS = [{"question": f"Add {a} and {b}.", "answer": f"{a} and {b} is {a + b}."} for a in range(14) for b in range(14)]
 LORA = [
@@ -94,6 +95,32 @@ def test_transformers_and_peft_open_the_checkpoint_and_say_what_generate_says(tu
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
+def test_an_adapter_is_evaluated_and_served_as_the_model_that_it_is_merged_into(tuned: Path, here: Command) -> None:
+    """As a folder of peft's, which knows nothing of us; by its name alone it would be the base."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    kept = shutil.ignore_patterns("training", "manifest.json", "base.json")
+    shutil.copytree(RunDir(tuned / "runs" / "whole").checkpoint(30), tuned / "adapter", ignore=kept)
+    AutoPeftModelForCausalLM.from_pretrained(tuned / "adapter").merge_and_unload().save_pretrained(tuned / "merged")
+    AutoTokenizer.from_pretrained(tuned / "adapter").save_pretrained(tuned / "merged")
+    (tuned / "tasks" / "lambada").mkdir(parents=True)
+    (tuned / "tasks" / "lambada" / "t.jsonl").write_text("".join(json.dumps({"text": f"One day {n} and {n} made a big red ball"}) + "\n" for n in range(4)))  # fmt: skip
+    nats = {}
+    for name in ("adapter", "merged", "base"):
+        done = here("eval", name, "--data", "tasks", "--tasks", "lambada", cwd=tuned)
+        assert done.returncode == 0, done.stderr
+        [items] = (tuned / "runs" / ".evaluations" / name / "evaluations" / "items").glob("lambada-*.jsonl")
+        nats[name] = [one["nats"][0] for one in read_lines(items) if "item" in one]
+    assert nats["adapter"] == pytest.approx(nats["merged"], abs=1e-3) and len(nats["adapter"]) == 4
+    assert max(abs(mine - plain) for mine, plain in zip(nats["adapter"], nats["base"], strict=True)) > 0.1
+    done = here("generate", "merged", "--raw", "--prompt", "Add 2", "--temperature", "0", "--max-tokens", "12", cwd=tuned)  # fmt: skip
+    with serving(tuned, "adapter") as (port, _):
+        code, told = ask(port, "/v1/completions", {"model": "adapter", "prompt": "Add 2", "max_tokens": 12, "temperature": 0})  # fmt: skip
+    assert code == 200 and done.returncode == 0, done.stderr
+    assert told["choices"][0]["text"] in done.stdout and told["choices"][0]["text"].strip()
 
 
 def test_a_base_that_moved_is_named_again_and_one_that_changed_is_refused(

@@ -172,7 +172,7 @@ def test_the_command_refuses_with_77_and_writes_nothing(tmp_path: Path, command:
     assert done.returncode == 77 and json.loads(done.stdout)["reasons"]
     for words, code in (
         (["--on", "a100"], 2),
-        (["--on", "a10:2"], 2),
+        (["--on", "a10:0"], 2),
         (["--on", "l4", "--measure"], 2),
         (["--on", "l4", "--mfu", "2"], 2),
     ):

@@ -216,3 +216,29 @@ def test_a_pool_that_is_given_up_leaves_no_worker_and_no_semaphore_behind(tmp_pa
         [sys.executable, "refuses.py"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (65, "0\n", "")
+
+
+YIELDS = """
+import os, sys, time
+from lamplighter.procs import procfs
+os.sched_setaffinity(0, {int(sys.argv[1])})
+if sys.argv[2] == "yields":
+    procfs.yield_cores(10)
+print(os.nice(0), flush=True)
+end = time.monotonic() + 2.5
+while time.monotonic() < end:
+    pass
+print(time.process_time(), flush=True)
+"""
+
+
+def test_who_yields_leaves_a_core_to_another_session() -> None:
+    """Each in a session of its own, as a training and an evaluation are: there niceness alone counts for nothing."""
+    core = str(min(os.sched_getaffinity(0)))
+    both = [subprocess.Popen([sys.executable, "-c", YIELDS, core, kind], stdout=subprocess.PIPE, text=True, start_new_session=True, env=clean_env())
+            for kind in ("yields", "works")]  # fmt: skip
+    (yields_nice, yields_s), (works_nice, works_s) = [
+        map(float, one.communicate(timeout=60)[0].split()) for one in both
+    ]
+    assert yields_nice == works_nice + 10
+    assert yields_s < 0.5 * works_s, (yields_s, works_s)

@@ -20,26 +20,30 @@ LAYER0 = {
     "own_stacks",
     "own_code",
     "safe_text",
+    "braille",
     "gpus",
     "device_faults",
+    "leaves",
     "schedule",
     "first_words",
     "web_access",
 }
 ALLOWED = {
-    "config": {"errors", "read_back", "rundir", "safe_text"},
-    "report": {"errors", "rundir", "procs", "slot", "own_stacks", "safe_text"},
+    "config": {"errors", "read_back", "rundir", "safe_text", "model.shape"},
+    "report": {"errors", "read_back", "rundir", "procs", "slot", "own_stacks", "safe_text"},
     "rundir": {"errors", "procs", "read_back"},
     "errors": {"safe_text"},
     "read_back": set(),
     "own_code": set(),
     "safe_text": set(),
+    "braille": set(),
     "first_words": set(),
     "web_access": {"errors"},
     "slot": set(),
     "own_stacks": {"slot"},
     "gpus": {"errors"},  # torch-free tables and arithmetic that plan and train share
     "device_faults": set(),
+    "leaves": set(),
     "schedule": {"config"},
     "procs": {"errors", "read_back"},
     "readers": LAYER0,
@@ -52,6 +56,7 @@ ALLOWED = {
     "evaluate": LAYER0 | {"procs", "readers", "data", "model", "train"},
     "serve": LAYER0 | {"procs", "data", "model", "train"},
     "export": LAYER0 | {"procs", "readers", "data", "model", "train"},
+    "mirror": LAYER0 | {"procs", "readers", "train.held"},  # a checkpoint that is copied is held, as by every reader
     "watch": LAYER0 | {"procs"},
     "dash": LAYER0 | {"procs", "watch"},
     "commands": LAYER0
@@ -62,6 +67,7 @@ ALLOWED = {
         "clean",
         "model",
         "train",
+        "mirror",
         "watch",
         "dash",
         "plan",
@@ -74,7 +80,7 @@ ALLOWED = {
 }
 TORCH_FREE = [*(f"commands.{path.stem}" for path in (SRC / "commands").glob("[!_]*.py")), "watch.supervisor", "watch.live", "readers", "data.sources", "data.tokenizer",
               "data.token_cache.reader", "plan.render", "plan.dry_run", "procs.child", "data.batches", "data.corpus", "data.chat.packing", "data.chat", "data.batch_source", "model.shape",
-              "train.anomalies.detector"]  # fmt: skip
+              "train.anomalies.detector", "mirror.fetching"]  # fmt: skip
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "misc", "core", "manager"}
 
 

@@ -157,7 +157,7 @@ MISTAKES = {
     "stop": ["nothing"], "save": ["nothing"], "runs": [], "checkpoints": ["nothing"], "generate": ["nothing"],
     "plan": ["--preset", "nothing"], "data": ["nothing"], "tokenizer": ["nothing"], "doctor": ["--nothing"], "selftest": ["--nothing"],
     "track": ["nothing", "--to", "csv"], "dash": ["--nothing"], "compare": ["nothing"], "report": ["nothing"],
-    "eval": ["nothing"], "serve": ["nothing"], "export": ["nothing"], "publish": ["nothing", "--to", "a/b"],
+    "launch": ["nothing"], "eval": ["nothing"], "serve": ["nothing"], "export": ["nothing"], "publish": ["nothing", "--to", "a/b"],
 }  # fmt: skip
 
 
@@ -165,12 +165,19 @@ MISTAKES = {
     sys.platform != "linux", reason="the kernel tells the processor time of another process on Linux only"
 )
 def test_every_verb_speaks_before_it_has_used_40_ms_of_processor_time(tmp_path: Path) -> None:
+    """On a calm machine; where a bare Python needs more than the 8.5 ms that it takes there, the limit grows with it."""
     assert set(MISTAKES) == set(commands.VERBS)
+    bare = [sys.executable, "-c", "print('here', flush=True)"]
     for verb, words in MISTAKES.items():
-        tries = (_first_word([*LAMP, verb, *words], tmp_path) for _ in range(4))
-        said, used_ms = next((found for found in tries if found[1] < 40), ("", 40.0))
-        assert used_ms < 40, f"lamp {verb}: 40 ms and more, four times"
-        assert said.endswith(f"  lamp {verb}: reading the request\n"), said
+        measured = []
+        for _ in range(5):
+            said, used_ms = _first_word([*LAMP, verb, *words], tmp_path)
+            assert said.endswith(f"  lamp {verb}: reading the request\n"), said
+            measured.append((used_ms, max(40.0, 40 / 8.5 * _first_word(bare, tmp_path)[1])))
+            if used_ms < measured[-1][1]:
+                break
+        else:
+            pytest.fail(f"lamp {verb}: {measured} (ms used, ms allowed)")
 
 
 def _first_word(words: list[str], cwd: Path) -> tuple[str, float]:

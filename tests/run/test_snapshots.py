@@ -25,7 +25,7 @@ WRITE = os.environ.get("LAMP_SNAPSHOTS") == "write"
 # kind of data: name of a run in loss_bits.py
 KINDS = {"cache": "cache-dropout", "rows": "rows-llama", "stream": "stream"}
 VERBS = ("demo", "train", "watch", "why", "stop", "save", "runs", "checkpoints", "generate", "plan", "doctor", "data",
-         "tokenizer", "track", "dash", "compare", "report")  # fmt: skip
+         "tokenizer", "track", "dash", "compare", "report", "launch")  # fmt: skip
 PRESETS = ("demo", "llama", "regular", "slm")
 
 

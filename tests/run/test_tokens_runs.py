@@ -86,6 +86,10 @@ def _holds(folder: Path, pid: int) -> bool:
     return (folder / "lock").exists() and f'"pid": {pid},' in (folder / "lock").read_text()
 
 
+def _units(folder: Path) -> int:
+    return len(list(folder.glob("unit-*.json")))
+
+
 def test_killed_at_any_moment_it_ends_the_same(tmp_path: Path) -> None:
     whole = tmp_path / ended(child(tmp_path, "whole"))
     truth = content(whole)
@@ -96,12 +100,15 @@ def test_killed_at_any_moment_it_ends_the_same(tmp_path: Path) -> None:
     while len(seen) < 4 and kills < 30:
         process = child(tmp_path, "torn", "slow")
         wait_until(lambda p=process: _holds(folder, p.pid) or p.poll() is not None)
+        if kills % 2:  # on a slow machine the random moments alone would all lie before the first unit
+            before = _units(folder)
+            wait_until(lambda b=before, p=process: _units(folder) > b or p.poll() is not None)
         time.sleep(rng.uniform(0.0, 0.6 + kills / 5))  # any moment: in the first look, between shards, in a write
         process.kill()
         if process.wait() == 0:
             break
         kills += 1
-        seen.add(len(list(folder.glob("unit-*.json"))))
+        seen.add(_units(folder))
     assert kills >= 3 and len(seen) >= 3, "it went on where it had stopped, again and again"
     assert tmp_path / ended(child(tmp_path, "torn")) == folder
     assert content(folder) == truth

@@ -41,7 +41,7 @@ def script(folder: Path, text: str, name: str = "train.py") -> str:
 
 
 def test_output_exit_code_and_folder(tmp_path: Path) -> None:
-    name = script(tmp_path, "import sys\nprint('out', *sys.argv[1:])\nprint('err', file=sys.stderr)\nsys.exit(7)\n")
+    name = script(tmp_path, "import sys\nprint('out', *sys.argv[1:])\nsys.stderr.write('err\\n')\nsys.exit(7)\n")
     done = lamp("watch", "--", sys.executable, name, "--help", cwd=tmp_path)
     assert done.returncode == 7
     assert done.stdout == "out --help\n", "stdout is the script's alone"
@@ -95,6 +95,7 @@ def test_on_stuck_stop_ends_with_70(tmp_path: Path) -> None:
     assert done.returncode == 70, done.stderr
     assert "train.py:6" in done.stderr
     assert '"stuck"' in told.read_text()
+    assert told.read_text().count('"next"') == told.read_text().count('"kind"') > 1, "also of the end"
 
 
 def test_on_stuck_restart_starts_it_again(tmp_path: Path) -> None:
@@ -313,7 +314,10 @@ def test_odd_ends_and_odd_words_keep_the_exit_code(tmp_path: Path) -> None:
 
 def test_a_deleted_folder_does_not_end_the_watching(tmp_path: Path) -> None:
     name = script(
-        tmp_path, "import shutil, time\ntime.sleep(1)\nshutil.rmtree('runs')\ntime.sleep(2)\nraise SystemExit(5)\n"
+        tmp_path,
+        "import pathlib, shutil, time\ntime.sleep(1)\n"
+        "while pathlib.Path('runs').exists():\n    shutil.rmtree('runs', ignore_errors=True)\n"  # a file may come while it goes
+        "time.sleep(2)\nraise SystemExit(5)\n",
     )
     done = lamp("watch", "--", sys.executable, name, cwd=tmp_path)
     assert done.returncode == 5, done.stderr

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from lamplighter.commands.arguments import many, parse
+from lamplighter.commands.arguments import many, named_again, parse
 from lamplighter.errors import UsageError
 
 
@@ -88,3 +88,8 @@ def test_words_that_nobody_takes_are_named() -> None:
 def test_a_flag_with_several_values_is_taken_out() -> None:
     words = ["run.yaml", "--only", "disk", "memory", "--json", "--only=text", "x"]
     assert many(words, "only") == (["run.yaml", "--json"], {"only": ["disk", "memory", "text", "x"]})
+
+
+def test_the_next_command_names_another_folder_of_runs_again() -> None:
+    assert named_again(Path("runs")) == named_again("./runs") == []
+    assert named_again("/big/my runs") == ["--runs-dir", "/big/my runs"]

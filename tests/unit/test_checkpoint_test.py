@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lamplighter import report
+from lamplighter.commands import generate_many
 from lamplighter.commands.chat import Chat
+from lamplighter.commands.generate import _Talk
 from lamplighter.data.pieces import TextPieces
 from lamplighter.data.tokenizer import byte_level
+from lamplighter.errors import BadData
 from lamplighter.evaluate import checkpoint_test as testing
 
 FACTS = {"progress": 0.5, "vocab_size": 30000.0, "best_before": None, "train_now": 4.4, "train_then": 5.0}
@@ -64,6 +72,12 @@ def test_red_flags_are_raised_by_what_they_name() -> None:
     assert any(
         flag.startswith("very short") for flag in testing.red_flags([testing.text_figures("", True, known, 0.1)])
     )
+    half = testing.text_figures("The fog came in by the", True, known, 0.3)
+    assert [flag[:41] for flag in testing.red_flags([half, half, half, good])] == [
+        "unfinished sentences: 3 of the 4 texts th"
+    ]
+    assert testing.red_flags([half, good]) == []
+    assert testing.red_flags([{**half, "ended": False}] * 3 + [good]) == [], "they were cut at the limit"
     assert testing.sparkline([3.0, 2.0, 1.0]) == "█▅▁"
 
 
@@ -128,3 +142,35 @@ def test_a_conversation_is_saved_loaded_tried_again_and_left(tmp_path: object) -
     assert (chat.heard("/retry"), chat.said, chat.request["seed"]) == ("hi", [], 2)
     chat.heard("/quit")
     assert chat.left
+
+
+# ---------------------------------------------------------------- what is cut, and what is said of it
+
+
+@pytest.mark.parametrize(("penalty", "read"), [(1.0, 8), (1.1, 5)])
+def test_a_prompt_that_is_too_long_is_said_to_be(monkeypatch: pytest.MonkeyPatch, penalty: float, read: int) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(report, "warn", said.append)
+    built: Any = SimpleNamespace(positions=8)
+    talk = _Talk(built, byte_level(), None, [], {"repetition_penalty": penalty, "max_tokens": 3})
+    talk._say_cut([1] * read)
+    assert said == []
+    talk._say_cut([1] * 12)
+    assert said == [f"the prompt has 12 tokens; the model reads the last {read} of them"]
+
+
+def test_a_line_that_a_kill_tore_is_cut_off_before_the_next_answer(tmp_path: Path) -> None:
+    file, whole = tmp_path / "answers.jsonl", json.dumps({"number": 0, "prompt": "a", "samples": []}) + "\n"
+    for torn in ('{"number": 1, "prompt": "b", "sam', '{"num', "{", ""):
+        file.write_text(whole + torn)
+        done, out = generate_many._opened(str(file), ["a", "b"])
+        assert done == {0} and out is not None
+        generate_many._keep(out, {"number": 1, "prompt": "b", "samples": []})
+        assert [json.loads(line)["number"] for line in file.read_text().splitlines()] == [0, 1], torn
+    file.write_text(whole.rstrip())  # all but its newline
+    assert generate_many._opened(str(file), ["a", "b"])[0] == {0}
+    assert file.read_text() == whole
+    file.write_text("my notes")
+    with pytest.raises(BadData, match="cannot be gone on with"):
+        generate_many._opened(str(file), ["a", "b"])
+    assert file.read_text() == "my notes"

@@ -30,6 +30,14 @@ def test_layers_lie_over_each_other_and_remember_where_they_came_from(tmp_path: 
     assert found.origin["model.width"] == "preset demo"
 
 
+def test_names_of_a_list_may_stand_with_commas_and_paths_keep_theirs() -> None:
+    for words in (("csv,tensorboard",), ("csv", "tensorboard"), ("csv,", "tensorboard")):
+        assert from_words("--track.to", *words).run.track.to == ["csv", "tensorboard"]
+    assert from_words("--data.paths", "a,b.txt").run.data.paths == ["a,b.txt"]
+    with pytest.raises(BadConfig, match=r"track\.to"):
+        from_words("--track.to", "csv,mlflow")
+
+
 @pytest.mark.parametrize("text", ["3e-4", "3E-4", "0.0003", "3.0e-04"])
 def test_3e_4_in_yaml_is_a_number(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.yaml"
@@ -136,6 +144,10 @@ def test_test_makes_every_preset_small_and_valid() -> None:
         assert found.run.train.steps <= 10
         assert found.run.model.width <= 256
         assert found.origin["train.steps"] == "--test"
+        assert found.run.eval.limit is None
+    for given, most in ((None, 20), (7, 7), (900, 20)):
+        asked = {"eval.tasks": ["held-back,piqa"]} | ({"eval.limit": [str(given)]} if given else {})
+        assert resolve("demo", None, asked, test=True).run.eval.limit == most
 
 
 def test_drift_names_what_may_not_change() -> None:

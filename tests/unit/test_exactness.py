@@ -116,7 +116,8 @@ def test_what_is_proved_is_said_in_one_line() -> None:
         == "exact: proved here (probe 3 of 3, 41 redone steps equal)"
     )
     assert exactness.words(None, Redone(equal=1), CPU) == "exact: 1 redone step equal"
-    assert exactness.words(None, Redone(), CPU).startswith("exact: not tried")
+    assert exactness.words(None, Redone(), CPU).startswith("exact: not tried, as code of your own is called for steps")
+    assert "none holds the whole model" in exactness.words(None, Redone(), CPU, sharded=True)
 
 
 @pytest.mark.parametrize(("cost", "chosen"), [(None, True), (0.1, True), (0.2, False)])

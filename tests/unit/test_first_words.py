@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lamplighter import first_words
+from lamplighter.commands import human
 
 
 @pytest.fixture
@@ -52,6 +55,21 @@ def test_nothing_is_said_after_the_end(pipe: tuple[int, int]) -> None:
     first_words.end()
     _heard(pipe[0])
     time.sleep(0.3)
+    assert _heard(pipe[0]) == []
+
+
+def test_a_question_to_a_person_is_not_spoken_into(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Slow:
+        def readline(self) -> str:
+            _heard(pipe[0])
+            time.sleep(0.3)
+            return "q\n"
+
+    monkeypatch.setattr(sys, "stdin", Slow())
+    first_words.begin(pipe[1], "eval")
+    human._choose_by_terminal(human.Comparison(tmp_path, ("a", "b"), [human.BlindPair(0, "p", ("x", "y"), (0, 1))], {}))
     assert _heard(pipe[0]) == []
 
 

@@ -13,7 +13,16 @@ import pytest
 from lamplighter.config import validated
 from lamplighter.data.batch_source import entropy
 from lamplighter.rundir import RunDir
-from lamplighter.train.anomalies.detector import EACH_BLOCK, EACH_STEP, EXPLAINS, Detector, FlagChange, recall, replay
+from lamplighter.train.anomalies.detector import (
+    EACH_BLOCK,
+    EACH_STEP,
+    EXPLAINS,
+    OF_PAIRS,
+    Detector,
+    FlagChange,
+    recall,
+    replay,
+)
 from lamplighter.train.anomalies.history import Facts, repeat_share
 from lamplighter.train.checkpoint import Progress
 from lamplighter.watch.status import Status, alert, hear_flag, standing_flags, tell
@@ -251,7 +260,7 @@ def test_counting_tokens_gives_the_entropy() -> None:
 
 def test_every_flag_has_its_row_in_the_documents() -> None:
     text = (Path(__file__).parents[2] / "docs" / "redflags.md").read_text()
-    causes = {*EACH_STEP, *EACH_BLOCK}
+    causes = {*EACH_STEP, *EACH_BLOCK, *OF_PAIRS}
     assert {cause for cause in causes if f"| `{cause}` |" not in text} == set()
     assert set(EXPLAINS) | set().union(*EXPLAINS.values()) <= causes
 

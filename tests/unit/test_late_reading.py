@@ -72,8 +72,8 @@ def _train(
     real = gradients.micro_loss
     wrong = set(bad)
 
-    def spoiled(context: Any, batch: Any, rows: slice) -> torch.Tensor:
-        found = real(context, batch, rows)
+    def spoiled(context: Any, batch: Any, rows: slice, *more: Any) -> torch.Tensor:
+        found = real(context, batch, rows, *more)
         return found * float("nan") if batch.step in wrong else found
 
     monkeypatch.setattr(gradients, "micro_loss", spoiled)

@@ -102,3 +102,11 @@ def test_the_picture_is_a_picture() -> None:
     assert len(shown) == len(bars) + 1
     text = " ".join(element.text or "" for element in picture.iter())
     assert "p95 = 2,000" in text and "Lengths of <these> & those" in text
+
+
+def test_of_few_examples_the_window_that_they_fill_best_is_advised() -> None:
+    """40 of 138 tokens: a window of 4,096 would be two, the second of them hardly begun."""
+    few = np.full(40, 138, np.int64)
+    shares = {size: room.padding_share(few, "packed", size, 1) for size in (256, 512, 1024, 2048, 4096)}
+    assert min(shares.values()) > 0.05, "no window is filled"
+    assert room.packing_window(few) == min(shares, key=lambda size: shares[size]) < 4096

@@ -12,7 +12,7 @@ from lamplighter.config import Train
 from lamplighter.errors import BadConfig
 from lamplighter.train import bf16, hardware
 from lamplighter.train.hardware import Machine, choose_compile
-from lamplighter.watch.trainer import threads_wait
+from lamplighter.watch.launcher import threads_wait
 
 LOW = Machine(torch.device("cpu"), torch.bfloat16, 2, "a CPU", 1e11, ())
 PLAIN = replace(LOW, dtype=torch.float32)

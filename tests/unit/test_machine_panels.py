@@ -76,10 +76,10 @@ def test_damaged_lines_and_endless_series_harm_nobody(tmp_path: Path, monkeypatc
     assert panels_of(series, told) and len(told["cards"]) == 72
 
 
-def _rank(rank: int, step: int, cpu_s: float, in_collective: int) -> Process:
+def _rank(rank: int, step: int, cpu_s: float, collective_s: float) -> Process:
     return Process(
         ProcessLook(100 + rank, "R", cpu_s=cpu_s, rss_bytes=2 * 10**9),
-        Slot(rank=rank, step=step, in_coll=in_collective),
+        Slot(rank=rank, step=step, coll_ns=int(1e9 * collective_s)),
     )
 
 
@@ -88,12 +88,12 @@ def test_a_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
     run.create()
     ranks = RankSeries(run)
     for look in range(40):  # every 250 ms; rank 1 is hardly ever in a collective, rank 0 most of the time
-        found = (_rank(0, look, 0.05 * look, look % 4 != 0), _rank(1, look - look // 10, 0.24 * look, 0))
+        found = (_rank(0, look, 0.05 * look, 0.75 * look / 4), _rank(1, look - look // 10, 0.24 * look, 0))
         ranks.look(Snapshot(100 + look / 4, found, 0.0), attempt=1)
     lines = list(read_lines(run.system))
     assert len(lines) == 8 and {one["rank"] for one in lines} == {0, 1}
     last = {one["rank"]: one for one in lines}
-    assert last[1]["sys/cpu_cores"] == pytest.approx(0.96) and last[0]["sys/in_collective"] == pytest.approx(0.75, abs=0.2)  # fmt: skip
+    assert last[1]["sys/cpu_cores"] == pytest.approx(0.96) and last[0]["sys/in_collective"] == pytest.approx(0.75)  # fmt: skip
     panels = {one["id"]: one for one in machine_panels(_series(run))}
     assert panels["rank_coll"]["seen"].endswith("Rank 1 is there least: the others wait for it.")
     assert "steps apart" in panels["rank_step"]["seen"] and "rank_wait" not in panels

@@ -20,14 +20,17 @@ from running import LONG, shared
 
 GPT2 = Shape(family="gpt2", vocab_size=61, positions=32, layers=2, width=24, heads=3, mlp_width=40, dropout=0.1)
 LLAMA = Shape(family="llama", vocab_size=61, positions=32, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48)
+QWEN3 = replace(LLAMA, family="qwen3", norm_eps=1e-6)
 SHAPES = {
     "gpt2": GPT2,
     "gpt2-untied": replace(GPT2, tie_embeddings=False),
     "llama-grouped": replace(LLAMA, rope_theta=50_000.0, norm_eps=1e-6),
     "llama-untied": replace(LLAMA, tie_embeddings=False, kv_heads=4, bos_token_id=1, eos_token_id=2),
+    "qwen3": QWEN3,
+    "qwen3-untied": replace(QWEN3, tie_embeddings=False),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-both_families = pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+both_families = pytest.mark.parametrize("shape", [GPT2, LLAMA, QWEN3], ids=["gpt2", "llama", "qwen3"])
 
 
 def a_model(shape: Shape, seed: int = 0) -> Transformer:
@@ -253,7 +256,24 @@ def test_initial_weights_depend_on_the_seed_alone(shape: Shape) -> None:
     assert not torch.equal(one.head_weight(), other.head_weight())
 
 
-@both_families
+def test_a_qwen3_begins_with_branches_that_are_nothing() -> None:
+    shape = replace(QWEN3, layers=3, width=128, heads=4, kv_heads=4, mlp_width=256, tie_embeddings=False)
+    model = Transformer(shape)
+    init_weights(model, seed=0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert torch.all(parameter == 1.0), name
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+            assert not parameter.any(), name
+        else:
+            wanted = 1.0 if "embed" in name else 128**-0.5
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.05), name
+    ids = some_ids(shape)
+    loss = next_token_loss(model.eval()(ids), ids.roll(-1, dims=1)).item() / ids.numel()
+    assert loss == pytest.approx(math.log(shape.vocab_size), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_initial_weights_have_the_sizes_of_gpt2(shape: Shape) -> None:
     shape = replace(shape, layers=8, width=128, heads=4, kv_heads=4, mlp_width=256)
     model = Transformer(shape)

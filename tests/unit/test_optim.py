@@ -6,8 +6,13 @@ import importlib
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lamplighter.config import OPTIMIZERS, OptimizerKind, Train
+from lamplighter.model.weights import local, rows_of
 from lamplighter.train import optimizers
 
 
@@ -127,3 +132,36 @@ def test_a_step_with_infinite_gradients_changes_nothing_and_is_not_waited_for() 
     assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.state_tensors().items())
     optimizer.step(1e-2, found_inf=torch.tensor(0.0))
     assert not torch.equal(next(model.parameters()), weights["0.weight"])
+
+
+@pytest.mark.parametrize("shape", [(36,), (40,), (108,), (11,), (5, 7), (27, 4)])
+def test_a_shard_is_rounded_as_in_the_whole(shape: tuple[int, ...]) -> None:
+    """A kernel takes the end of a tensor otherwise than the rest: for every number of ranks, with parts that end anywhere."""
+    torch.manual_seed(0)
+    first, gradients = torch.randn(shape), [torch.randn(shape) for _ in range(3)]
+
+    def trained(parameter: torch.nn.Parameter, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        optimizer = optimizers.AdamW([optimizers.Group({"p": parameter}, 0.1)], (0.9, 0.95))
+        for grad in grads:
+            parameter.grad = grad
+            optimizer.step(1e-2, torch.tensor(1.7))
+        return [local(parameter).detach(), *(one for one in optimizer.state["p"].values() if one.dim())]
+
+    whole = trained(torch.nn.Parameter(first.clone()), [one.clone() for one in gradients])
+    for size in (2, 3, 4, 8):
+        found = []
+        for rank in range(size):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+            try:
+                mesh, rows = init_device_mesh("cpu", (size,)), rows_of(shape[0], size, rank)
+                parts = [
+                    DTensor.from_local(
+                        one[rows].clone(), mesh, [Shard(0)], run_check=False, shape=one.shape, stride=one.stride()
+                    )
+                    for one in (first, *gradients)
+                ]
+                found.append(trained(torch.nn.Parameter(parts[0]), parts[1:]))
+            finally:
+                dist.destroy_process_group()
+        for number, wanted in enumerate(whole):
+            assert torch.equal(torch.cat([part[number] for part in found]), wanted), (size, number)

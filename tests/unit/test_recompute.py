@@ -46,7 +46,7 @@ def steps_of(family: str, again: bool, dtype: str = "fp32", packed: bool = False
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
 def test_every_number_is_the_same_with_dropout(family: str, packed: bool) -> None:
     assert steps_of(family, again=True, packed=packed) == steps_of(family, again=False, packed=packed)
 

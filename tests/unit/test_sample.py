@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from running import shared
 
 GPT2 = Shape(family="gpt2", vocab_size=40, positions=12, layers=2, width=16, heads=2, dropout=0.3)
 LLAMA = Shape(family="llama", vocab_size=40, positions=12, layers=2, width=16, heads=4, kv_heads=2)
-both_families = pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+QWEN3 = replace(LLAMA, family="qwen3")
+both_families = pytest.mark.parametrize("shape", [GPT2, LLAMA, QWEN3], ids=["gpt2", "llama", "qwen3"])
 
 
 def a_model(shape: Shape) -> Transformer:
@@ -83,7 +85,7 @@ def test_greedy_text_ignores_the_seed_and_is_the_same_in_every_sample(shape: Sha
     assert one == two == texts(stream(model, [3, 4], max_tokens=9, temperature=0.0, seed=2))[0]
 
 
-@both_families
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_a_seed_gives_one_text_whatever_the_number_of_samples(shape: Shape) -> None:
     model = a_model(shape)
     three = texts(stream(model, [3, 4], samples=3, max_tokens=40, seed=7))

@@ -146,4 +146,4 @@ def test_it_is_a_setting_that_a_resume_may_not_change(tmp_path: Path) -> None:
 def test_a_name_that_is_not_in_the_table_is_refused_with_those_that_are() -> None:
     with pytest.raises(BadConfig) as refused:
         resolve(overrides=parse_overrides(["--train.optimizer", "lion"])[1])
-    assert "'adamw' or 'momentum'" in "\n".join(refused.value.lines())
+    assert "'adamw', 'muon' or 'momentum'" in "\n".join(refused.value.lines())

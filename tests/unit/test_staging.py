@@ -88,7 +88,8 @@ def test_the_memory_is_allocated_once_and_used_again() -> None:
         save = PendingSave(number, 0, for_loop=True)
         kept.begin(save, live, {"x": live["a"]}, set(), lambda model, optimizer: None)
         finish(save)
-        places.add(tuple(t.data_ptr() for part in (kept.model, kept.optimizer) for t in part.values()))
+        (buffer,) = kept.buffers
+        places.add(tuple(t.data_ptr() for part in (buffer.model, buffer.optimizer) for t in part.values()))
     assert len(places) == 1
     assert psutil.Process().memory_info().rss - before < live["a"].nbytes / 2, "20 saves cost no memory"
     need = sum(tensor.nbytes for tensor in live.values()) + live["a"].nbytes
@@ -152,7 +153,7 @@ def test_a_stop_leaves_a_gpu_that_hangs_with_the_durable_step(monkeypatch: pytes
     monkeypatch.setattr(checkpointer, "_STOP_PATIENCE_S", 0.0)
     monkeypatch.setattr(checkpointer, "_STOP_DEADLINE_S", 0.2)
     context: Any = SimpleNamespace(
-        machine=SimpleNamespace(device=torch.device("cpu")), tokenizer=None, chat=None, world=ALONE
+        machine=SimpleNamespace(device=torch.device("cpu")), tokenizer=None, chat=None, world=ALONE, shards=None
     )
     one = checkpointer.Checkpointer(context, TrainState(10))
     one.durable, one.last_update.event = 7, _Event(float("inf"))  # type: ignore[assignment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ import pytest
 from lamplighter.config import Track
 from lamplighter.errors import InputMissing
 from lamplighter.watch.trackers import follower as follower_module
-from lamplighter.watch.trackers.follower import Follower, read_evaluation, read_state
+from lamplighter.watch.trackers.follower import Follower, TrackerState, read_evaluation, read_state
 from lamplighter.watch.trackers.following import SILENT_S, _silence, setting_of
 from lamplighter.watch.trackers.history import Branch, RunHistory, TrackerEntry
 from lamplighter.watch.trackers.writers import Setting
-from tracked import assert_same, merge, read_csv, read_tensorboard, record, validation, write_killed_run
+from tracked import assert_same, merge, read_csv, read_tensorboard, read_trackio, record, validation, write_killed_run
 
 
 def _follower(run_path: Path, tracker: str = "csv") -> Follower:
@@ -168,6 +169,65 @@ def test_an_evaluation_that_was_given_and_not_marked_is_given_again(
     assert ("eval/hellaswag/acc_norm", 15) in read and not failures
 
 
+@pytest.mark.parametrize("tracker", ["csv", "tensorboard"])
+@pytest.mark.parametrize("gone", ["", "r", "r~3"])
+def test_output_that_was_removed_is_written_again_and_that_is_said(tmp_path: Path, tracker: str, gone: str) -> None:
+    run = write_killed_run(tmp_path / "r", steps=120, kills=3)
+    before = _send_all(_follower(run.path, tracker)).now.entries
+    folder = run.path / "track" / tracker
+    shutil.rmtree(folder / gone)
+    said: list[str] = []
+    again = _send_all(Follower(run, tracker, Setting("r", folder), said.append))
+    assert again.now.entries == before and sum("no longer there" in line for line in said) == 1
+    read = [read_csv(path) if tracker == "csv" else read_tensorboard(path)[0] for path in sorted(folder.glob("r*"))]
+    assert len(read) == 3
+    assert_same(merge(read), run, digits=6)
+    said.clear()
+    _send_all(Follower(run, tracker, Setting("r", folder), said.append))
+    assert not any("no longer there" in line for line in said)
+
+
+def test_what_trackio_does_not_store_is_not_marked_as_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It only warns of a failed write, and goes on."""
+    from trackio import sqlite_storage
+
+    from lamplighter.watch.trackers import writers
+
+    monkeypatch.setattr(writers, "_STORED_S", 1.0)
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
+    stores, run = [False], write_killed_run(tmp_path / "r", steps=20, kills=1)
+    bulk_log = sqlite_storage.SQLiteStorage.bulk_log
+
+    def sometimes(*given: object, **named: object) -> object:
+        if not stores[0]:
+            raise OSError("no space left on the device")
+        return bulk_log(*given, **named)
+
+    monkeypatch.setattr(sqlite_storage.SQLiteStorage, "bulk_log", staticmethod(sometimes))
+    said: list[str] = []
+    one = Follower(run, "trackio", Setting("r", run.path / "track" / "trackio"), said.append)
+    with pytest.warns(UserWarning, match="no space left"):
+        assert not list(one.follow(until_end=False)) and not one.complete
+    assert len(said) == 1 and "are not in" in said[0]
+    kept = read_state(run, "trackio")
+    assert not kept.done and kept.lines == 0 and kept.entries == 0
+    stores[0] = True
+    _send_all(_follower(run.path, "trackio"))
+    names = ("r", "r~2", "r~3")
+    assert_same(merge([read_trackio(tmp_path / "trackio" / "lamplighter.db", name)[0] for name in names]), run)
+
+
+def test_a_place_where_trackio_cannot_store_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trackio import sqlite_storage
+
+    (tmp_path / "plain").write_text("")
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "plain")
+    run, said = write_killed_run(tmp_path / "r", steps=20, kills=1), []
+    one = Follower(run, "trackio", Setting("r", run.path / "track" / "trackio"), said.append)
+    assert not list(one.follow(until_end=False)) and not one.complete
+    assert len(said) == 1 and "plain" in said[0] and not read_state(run, "trackio").done
+
+
 def test_a_library_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_killed_run(tmp_path / "r", steps=20, kills=1)
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
@@ -180,6 +240,16 @@ def test_a_library_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatc
 
     with pytest.raises(InputMissing):
         open_writer("wandb", Setting("r", tmp_path), {})
+
+
+def test_lines_that_cannot_be_read_are_said(tmp_path: Path) -> None:
+    run = write_killed_run(tmp_path / "r", steps=20, kills=1)
+    run.metrics.write_text("garbage\n\n\x00\x00\n" + run.metrics.read_text())
+    said: list[str] = []
+    _send_all(Follower(run, "csv", Setting("r", run.path / "track" / "csv"), said.append))
+    assert [line for line in said if "cannot be read" in line] == [
+        "csv: 2 lines of metrics.jsonl cannot be read and are left out"
+    ]
 
 
 def test_a_damaged_state_or_evaluation_harms_nobody(tmp_path: Path) -> None:
@@ -195,8 +265,6 @@ def test_a_damaged_state_or_evaluation_harms_nobody(tmp_path: Path) -> None:
 
 def test_silence_is_told_after_a_while_and_secrets_stay_here(tmp_path: Path) -> None:
     import time
-
-    from lamplighter.watch.trackers.follower import TrackerState
 
     assert not _silence(TrackerState("wandb", doing="opening wandb", since=time.time()))
     assert "opening wandb for" in _silence(

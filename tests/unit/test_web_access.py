@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lamplighter.commands.serve import _access
 from lamplighter.errors import AlreadyRunning, UsageError
 from lamplighter.web_access import Access, Message, Receive, Scope, Send, grant, guard, how_to_open, is_loopback, listen
 
@@ -69,7 +70,9 @@ def test_its_own_names_are_answered_whatever_port_a_tunnel_has(host: str) -> Non
 def test_a_foreign_host_is_refused_before_the_application_sees_it(host: str) -> None:
     status, _, body = _ask(LOCAL, host=host)
     assert status == 421
-    assert json.loads(body)["error"]["type"] == "foreign_host"
+    error = json.loads(body)["error"]
+    assert error.pop("message").startswith("this server does not answer to the Host")
+    assert error == {"type": "invalid_request_error", "param": None, "code": "foreign_host"}, "OpenAI's form"
 
 
 def test_two_hosts_are_none() -> None:
@@ -122,6 +125,21 @@ def test_the_token_opens_by_header_cookie_or_address() -> None:
     assert _ask(OPEN, cookie="x=1; lamp_8123=a-token-of-ours")[0] == 200
     assert _ask(OPEN, cookie="lamp_1=a-token-of-ours")[0] == 401
     assert _ask(OPEN, "POST", "/?token=a-token-of-ours")[0] == 200
+
+
+def test_what_opens_it_is_said_as_it_was_given_and_health_needs_nothing() -> None:
+    for key, said in (("a-key-of-mine", "--api-key"), ("", "?token=")):
+        access = _access("0.0.0.0", 8123, key)
+        status, _, body = _ask(access, "POST", "/v1/completions")
+        error = json.loads(body)["error"]
+        assert status == 401 and error["code"] == "token_needed" and said in error["message"]
+        assert ("?token=" in error["message"]) is not bool(key)
+        assert _ask(access, path="/health")[0] == 200
+        assert _ask(access, "POST", "/health")[0] == 401
+        assert _ask(access, path="/health", host="evil.example")[0] == 421
+        assert _ask(access, path="/healthy")[0] == _ask(access, path="/metrics")[0] == 401
+    assert json.loads(_ask(LOCAL, origin="http://evil.example")[2])["error"]["code"] == "foreign_origin"
+    assert json.loads(_ask(LOCAL, "POST", content_length="9" * 40)[2])["error"]["code"] == "too_large"
 
 
 def test_the_token_leaves_the_address_for_a_cookie_that_no_script_reads() -> None:

@@ -19,13 +19,13 @@ from lamplighter.config import Budget
 from lamplighter.data import tokenizer
 from lamplighter.procs.procfs import ProcessLook
 from lamplighter.procs.stacks import Frame, ThreadStack, culprit
-from lamplighter.rundir import RunDir
+from lamplighter.rundir import RunDir, Tail
 from lamplighter.safe_text import clean
 from lamplighter.slot import Slot
 from lamplighter.watch import status
 from lamplighter.watch.console import Console
 from lamplighter.watch.live import Live, Page
-from lamplighter.watch.status import Observer, Status, Tail, duration, line, sparkline, tell
+from lamplighter.watch.status import Observer, Status, duration, line, sparkline, tell
 from lamplighter.watch.time_report import TimeReport, lines, read_time_report
 
 
@@ -82,6 +82,10 @@ def test_a_tail_hands_out_whole_lines_only(tmp_path: Path) -> None:
         assert tail.records() == [{"b": 2}]
         file.write(b'{"torn\n{"c": 3}\n')
         assert tail.records() == [{"c": 3}]
+    assert tail.replaced == 0
+    (tmp_path / "other").write_bytes(b'{"d": 4}\n')
+    (tmp_path / "other").replace(path)
+    assert tail.records() == [{"d": 4}] and tail.replaced == 1, "another file in its place"
 
 
 def test_the_events_of_all_ranks_are_heard_with_their_rank(tmp_path: Path) -> None:
@@ -244,6 +248,16 @@ def test_a_slow_rate_is_said_in_seconds_and_not_as_zero() -> None:
     assert "3.2 s each" in said and "0 probes/s" not in said
 
 
+def _shown(page: Page, stream: io.StringIO, status: Status, size: ConsoleDimensions) -> list[str]:
+    """One frame, as a terminal of this size shows it."""
+    stream.truncate(0)
+    page.console.size = size
+    page.frame(status)
+    screen = pyte.Screen(size.width, size.height)
+    pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
+    return [row.rstrip() for row in screen.display]
+
+
 def test_a_page_uses_the_height_it_has_and_survives_a_smaller_window() -> None:
     stream = io.StringIO()
     page = Page(stream)  # type: ignore[arg-type]
@@ -256,13 +270,27 @@ def test_a_page_uses_the_height_it_has_and_survives_a_smaller_window() -> None:
     for number in range(40):
         page.line("11:00:01  ", f"event {number}", "")
     for columns, rows in ((100, 40), (60, 12), (120, 30)):
-        stream.truncate(0)
-        page.console.size = ConsoleDimensions(columns, rows)
-        page.frame(status)
-        screen = pyte.Screen(columns, rows)
-        pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
-        shown = [row.rstrip() for row in screen.display]
+        shown = _shown(page, stream, status, ConsoleDimensions(columns, rows))
         assert "step 50/100" in shown[0] and "event 39" in shown[-1], "\n".join(shown)
         assert sum(bool(row) for row in shown) >= rows - 2, "it leaves rows unused"
         assert any("after 1:02:" in row for row in shown), "the run's own elapsed time"
+    page.close()
+
+
+@pytest.mark.parametrize("told", ["", "step 399 · 11.4/s"])
+def test_a_page_draws_a_curve_with_its_numbers_over_the_rows_that_are_left(told: str) -> None:
+    """Of a run of ours the loss; of a command that tells none, how many steps it makes."""
+    stream = io.StringIO()
+    page = Page(stream)  # type: ignore[arg-type]
+    slot = None if told else Slot(pid=1, phase="train", step=50, steps=100, left_s=60.0, left_ns=time.monotonic_ns())
+    status = Status("r", slot=slot, told=told)
+    (status.paces if told else status.losses).extend(7.5 - number / 20 for number in range(100))
+    page.line("11:00:00  ", "watching r", "")
+    for columns, rows in ((100, 24), (80, 40)):
+        shown = _shown(page, stream, status, ConsoleDimensions(columns, rows))
+        drawn = [row for row in shown if "┤" in row and any("\u2800" < letter <= "\u28ff" for letter in row)]
+        assert len(drawn) >= min(30, rows - 7), "\n".join(shown)
+        assert drawn[0].split()[0] == "7.5" and float(drawn[-1].split()[0]) < 2.6, "the numbers of its axis"
+        assert any(("steps a second" if told else "training loss") in row for row in shown)
+        assert max(map(len, drawn)) > columns // 2 + 5, "and its width"
     page.close()

@@ -20,6 +20,7 @@ from lamplighter.errors import DONE, LEFT_AT_ONCE, STOPPED_EARLY, CannotWrite, L
 VERBS = {
     "demo": "train",
     "train": "train",
+    "launch": "launch",
     "watch": "watch",
     "why": "ask",
     "stop": "ask",
@@ -60,6 +61,7 @@ _MEANT = {
     "track RUN --to": "tensorboard wandb trackio csv sync",
     "compare RUN RUN": "diff versus",
     "stop RUN": "kill cancel end abort",
+    "launch slurm|sky|kubernetes": "submit sbatch slurm sky skypilot k8s kubernetes kubectl",
     "plan": "estimate cost budget",
     "doctor": "check diagnose verify env",
     "data prepare": "tokenize tokenise prepare preprocess",
@@ -106,10 +108,18 @@ def _forget_start_folder() -> None:
         del sys.path[0]
 
 
+_ON_LEAVING = ["before anything was started"]
+
+
+def say_on_leaving(words: str) -> None:
+    """What Ctrl+C and SIGTERM say from here on, where no supervisor handles them."""
+    _ON_LEAVING[:] = [words]
+
+
 def _leave_early(number: int, _: object) -> None:
     """At once, and by no exception: one that is raised in the middle of an import can make a library panic."""
     interrupted = number == signal.SIGINT
-    write(2, f"{'left (Ctrl+C)' if interrupted else 'stopped (SIGTERM)'} before anything was started\n")
+    write(2, f"{'left (Ctrl+C)' if interrupted else 'stopped (SIGTERM)'} {_ON_LEAVING[0]}\n")
     os._exit(LEFT_AT_ONCE if interrupted else STOPPED_EARLY)
 
 

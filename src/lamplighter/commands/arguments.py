@@ -203,6 +203,11 @@ def find_run(name: str, runs_dir: Path) -> RunDir:
     raise InputMissing(f"there is no run {name}", why, "lamp runs lists them; --runs-dir looks elsewhere")
 
 
+def named_again(runs_dir: Path | str) -> list[str]:
+    """The words by which the next command looks into the same folder of runs; none for the usual one."""
+    return [] if Path(runs_dir) == Path("runs") else ["--runs-dir", str(runs_dir)]
+
+
 def with_own_fields(words: list[str]) -> list[str]:
     """Some fields of a run are flags of verbs that open a model: --model.family is its --model-family."""
     return [

@@ -17,6 +17,7 @@ from lamplighter.commands.arguments import named_run, parse
 from lamplighter.errors import DONE, ChildLost, InputMissing
 from lamplighter.procs import procfs
 from lamplighter.rundir import RunDir, is_running, read_status
+from lamplighter.watch.rank_lines import rank_lines, ranks_of
 
 if TYPE_CHECKING:
     from lamplighter.procs.stacks import Stacks
@@ -40,8 +41,10 @@ def why(words: list[str]) -> int:
         write(2, f"{time.strftime('%H:%M:%S')}  {looking}\n")
         first_words.doing(looking)
         return result(_inspect(int(name)))
-    answer = _ask(named_run("why", words, need_running=True), "why")
-    return result(str(answer.get("text") or "it has nothing to say").rstrip() + "\n")
+    run = named_run("why", words, need_running=True)
+    answer = _ask(run, "why")
+    text = str(answer.get("text") or "it has nothing to say").rstrip()
+    return result("\n".join([*rank_lines(ranks_of(read_status(run))), text]) + "\n")
 
 
 def stop(words: list[str]) -> int:

@@ -131,6 +131,9 @@ class Chat:
         _say(f"saved {len(self.said)} messages to {clean_text(rest)}")
 
     def _load(self, rest: str) -> None:
+        if rest and not Path(rest).exists():
+            _say(f"there is no file {clean_text(rest)}")
+            return
         found = read_json(Path(rest)) if rest else None
         messages = found.get("messages") if isinstance(found, dict) else None
         fits = isinstance(messages, list) and all(

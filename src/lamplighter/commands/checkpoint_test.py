@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import read_back, report
-from lamplighter.commands.arguments import find_run, parse, with_own_fields
+from lamplighter.commands.arguments import find_run, named_again, parse, with_own_fields
 from lamplighter.errors import DONE, NoCheckpoint, UsageError
 from lamplighter.rundir import RunDir, newest_first, number, read_lines, read_record, step_of
 
@@ -58,7 +58,7 @@ def test(words: list[str]) -> int:
     request = {
         "place": str(run.path.resolve()), "address": run.address, "checkpoint": flags["checkpoint"], "json": flags["json"],
         "prompts": str(flags["prompts"].resolve()) if flags["prompts"] else None, "threads": flags["threads"],
-        "model_family": flags["model_family"], "command": shlex.join(["lamp", "checkpoints", flags["run"], "test"]),
+        "model_family": flags["model_family"], "command": shlex.join(["lamp", "checkpoints", flags["run"], "test", *named_again(flags["runs_dir"])]),
     }  # fmt: skip
     return session("checkpoint_test", request)
 

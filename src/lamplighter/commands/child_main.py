@@ -6,7 +6,6 @@ Out: the verb's exit code; everything else goes through report.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -22,17 +21,23 @@ from lamplighter import device_faults, report
 from lamplighter.device_faults import Fault
 from lamplighter.errors import CRASHED, CannotWrite, LampError, StoppedEarly
 from lamplighter.procs import prctl
+from lamplighter.procs.lock import keep_to_ourselves
 from lamplighter.rundir import RunDir, cannot_write
 
 
 def main() -> int:
     verb, request, us = sys.argv[1], json.loads(sys.argv[2]), os.getpid()
-    _keep_to_ourselves([fd for fd in (request.get("lock_fd", -1), request["result_fd"]) if fd >= 0])
+    memory = [int(fd) for fd in os.environ.get("LAMP_MEMORY", "").split(",") if fd]
+    keep_to_ourselves([fd for fd in (request.get("lock_fd", -1), request["result_fd"], *memory) if fd >= 0])
+    os.register_at_fork(after_in_child=report.forget)
     prctl.belong_to(int(os.environ.get("LAMP_PARENT_PID", "0")))
     folder = RunDir(Path(request["folder"]))
     rank, attempt = int(os.environ.get("LAMP_RANK", "0")), int(os.environ.get("LAMP_ATTEMPT", "1"))
     try:
-        report.start(folder, rank, attempt, request["result_fd"])
+        if "standby_fd" in request:
+            report.start_unheard(folder, folder.standby_slot)
+        else:
+            report.start(folder, rank, attempt, request["result_fd"])
     except OSError as error:
         os.write(2, ("\n".join(cannot_write(folder.path, error).lines()) + "\n").encode())
         return CannotWrite.code
@@ -73,24 +78,6 @@ def _hear_warning(
         report.event("library_warning", text=str(message), category=category.__name__, file=filename, line=lineno)
     else:
         os.write(2, warnings.formatwarning(message, category, filename, lineno, line).encode("utf-8", "replace"))
-
-
-def _keep_to_ourselves(descriptors: list[int]) -> None:
-    """The run's lock, the asker's stdout and the run's files are for this process and nothing that it starts: a process that
-    the user's code leaves behind would keep the run locked and the asker's pipe open, and speak in our name."""
-
-    files = {fd: os.fstat(fd) for fd in descriptors}
-
-    def let_go() -> None:
-        for fd, file in files.items():
-            with contextlib.suppress(OSError):  # the user's code has closed it already
-                if os.path.samestat(os.fstat(fd), file):
-                    os.close(fd)
-
-    for fd in descriptors:
-        os.set_inheritable(fd, False)
-    os.register_at_fork(after_in_child=let_go)
-    os.register_at_fork(after_in_child=report.forget)
 
 
 def _child_part(verb: str) -> Callable[[RunDir, dict[str, Any]], int]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lamplighter import report
-from lamplighter.commands.arguments import find_run, parse
+from lamplighter.commands.arguments import find_run, named_again, parse
 from lamplighter.errors import DONE, UsageError
 from lamplighter.rundir import RunDir
 
@@ -33,7 +34,7 @@ def compare(words: list[str]) -> int:
     if len(flags["runs"]) < 2:
         raise UsageError("lamp compare needs two runs or more", f"{len(flags['runs'])} given", "lamp compare RUN RUN; lamp runs lists them")  # fmt: skip
     runs = [str(find_run(name, flags["runs_dir"]).path.resolve()) for name in flags["runs"][: len(_MARKS)]]
-    return session("compare", {"runs": runs, "json": flags["json"]})
+    return session("compare", {"runs": runs, "json": flags["json"], "next": shlex.join(["lamp", "dash", *named_again(flags["runs_dir"])])})  # fmt: skip
 
 
 # ---------------------------------------------------------------- in the child
@@ -51,17 +52,17 @@ def compare_child(_: RunDir, request: dict[str, Any]) -> int:
             phase.tick(1, run.name)
     told = compared([(run, cache) for run in runs])
     pictures = _curves([(run.name, cache.of(run)) for run in runs])
-    report.result(json.dumps(told, indent=1) + "\n" if request["json"] else _words(told, pictures))
+    report.result(json.dumps(told, indent=1) + "\n" if request["json"] else _words(told, pictures, request["next"]))
     return DONE
 
 
-def _words(told: dict[str, Any], pictures: list[str]) -> str:
+def _words(told: dict[str, Any], pictures: list[str], following: str) -> str:
     names = told["names"]
     rows = [["", *names, "difference"]]
     rows += [
         [
             row["name"],
-            *(f"{text} *" if row["best"] == i else text for i, text in enumerate(row["words"])),
+            *(f"{text} *" if i in row["best"] else text for i, text in enumerate(row["words"])),
             row["difference"],
         ]
         for row in told["rows"]
@@ -75,29 +76,36 @@ def _words(told: dict[str, Any], pictures: list[str]) -> str:
         for row in rows
     ]
     lines += ["", *(f"{one['name']}: {one['text']}" for one in told["says"]), "", *pictures]
+    if told["unread_settings"]:
+        lines += [
+            "",
+            f"the settings are not compared: config.yaml of {', '.join(told['unread_settings'])} cannot be read",
+        ]
     for title, found in (("settings", told["config"]), ("environment", told["environment"])):
         if found:
             lines += ["", f"what differs in the {title}:"]
             lines += [f"  {row['name']}: {' | '.join(row['values'])}" for row in found[:40]]
-    return "\n".join([*lines, "", "next: lamp dash shows the curves over each other", ""])
+    return "\n".join([*lines, "", f"next: {following} shows the curves over each other", ""])
 
 
 def _curves(found: Sequence[tuple[str, Any]]) -> list[str]:
-    """The training loss of each, to the same scale, as characters."""
+    """The training loss of each, to the same scales of loss and of steps, as characters."""
     import numpy as np
 
-    from lamplighter.plan.render import curve
+    from lamplighter.braille import chart
 
     sampled = []
+    longest = max((series.steps[-1] for _, series in found if series.steps), default=1)
     for name, series in found:
         loss = np.array(series.columns.get("train/loss", []), dtype=float)
         loss = loss[np.isfinite(loss)]
         if len(loss) > 1:
-            edges = np.linspace(0, len(loss), min(2 * _WIDE, len(loss)) + 1).astype(int)
+            wide = max(2, round(2 * _WIDE * series.steps[-1] / longest)) if longest else 2
+            edges = np.arange(wide + 1) * len(loss) // wide  # fewer losses than places: some stand twice
             sampled.append(
                 (
                     name,
-                    [float(np.mean(loss[a:b])) for a, b in itertools.pairwise(edges)],
+                    [float(np.mean(loss[a : max(b, a + 1)])) for a, b in itertools.pairwise(edges)],
                     int(series.steps[-1]),
                 )
             )
@@ -106,12 +114,6 @@ def _curves(found: Sequence[tuple[str, Any]]) -> list[str]:
     low, high = min(min(values) for _, values, _ in sampled), max(max(values) for _, values, _ in sampled)
     lines = []
     for name, values, last in sampled:
-        drawn = curve([value - low for value in values], (high - low) or 1.0, _HIGH)
-        lines += [
-            f"{high if not i else low if i == _HIGH - 1 else '':>8.4g} ┤{row}"
-            if i in (0, _HIGH - 1)
-            else f"{'':>8} ┤{row}"
-            for i, row in enumerate(drawn)
-        ]
+        lines += chart(values, _HIGH, (low, high))
         lines += [f"{'':>8} └ {name}: training loss to step {last:,}", ""]
     return lines

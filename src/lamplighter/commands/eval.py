@@ -7,16 +7,16 @@ Out: a table or JSON on stdout, and one file per task in the run's evaluations/.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
-from lamplighter.commands.arguments import many, parse, with_own_fields
+from lamplighter.commands.arguments import many, named_again, parse, with_own_fields
 from lamplighter.commands.model_folder import folders_of, load_candidate, located, own_family, resolved_model
 from lamplighter.errors import DONE, BadData, InputMissing, LampError, UsageError
+from lamplighter.procs import procfs
 from lamplighter.rundir import (
     CACHE_NAME,
     RunDir,
@@ -45,6 +45,7 @@ SUITES = {
     ),
 }  # fmt: skip  of these, what the run and --data have
 _QUICK_ITEMS = 200
+_NICENESS = 10  # beside a training
 _MUCH = 20_000  # tokens: the time of fewer is not worth a measurement
 _PROBE = 256  # tokens of that measurement
 
@@ -107,17 +108,17 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
     with report.phase("tasks"):
         opened = [_opened(name, data, request) for name in _names(request, names, data)]
     place = Path(request["place"])
-    folders = folders_of(Path(resolved_model(request["model"])), request["checkpoint"])
-    _say_items(opened)
+    _say_items(opened, request["limit"])
     beside = _training_beside(place)
     if beside:
-        os.nice(10)
-        report.note(f"{beside} is being trained: this yields to it (niceness 10, half of the threads)")
+        procfs.yield_cores(_NICENESS)
+        report.note(f"{beside} is being trained: this yields to it (niceness {_NICENESS}, half of the threads)")
     with report.phase("import"):
         import torch
 
         if request["threads"] or beside:
             torch.set_num_threads(request["threads"] or max(1, torch.get_num_threads() // 2))
+    folders = folders_of(Path(resolved_model(request["model"])), request["checkpoint"])
     records: list[dict[str, Any]] = []
     failed: list[LampError] = []
     for folder in folders:
@@ -128,7 +129,16 @@ def eval_child(_: RunDir, request: dict[str, Any]) -> int:
     if failed and not records:
         raise failed[0]
     report.result(json.dumps(records, indent=1) + "\n" if request["json"] else _table(records))
-    again = shlex.join(["lamp", "generate", request["typed"], "--interactive", *own_family(folders[-1])])
+    again = shlex.join(
+        [
+            "lamp",
+            "generate",
+            request["typed"],
+            "--interactive",
+            *own_family(folders[-1]),
+            *named_again(request["runs_dir"]),
+        ]
+    )
     report.note(f"results are in {place / 'evaluations'}; next: {again}")
     if failed:
         raise failed[0]
@@ -139,7 +149,10 @@ def _training_beside(place: Path) -> str:
     """The run of the same folder of runs that is being trained right now; '' where there is none."""
     folder = place.parent if (place / "checkpoints").is_dir() else place.parent.parent
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if (path / "events.jsonl").exists() and is_running(RunDir(path)):
+        is_over = (
+            read_record(path / "status.json").get("state") == "finished"
+        )  # its parent may still live, in eval.tasks
+        if (path / "events.jsonl").exists() and not is_over and is_running(RunDir(path)):
             return path.name
     return ""
 
@@ -176,11 +189,14 @@ def _opened(name: str, data: Path | None, request: Mapping[str, Any]) -> Task | 
     return all_tasks.limited(all_tasks.open_task(name, data, all_tasks.Shots(request["num_fewshot"])), limit)
 
 
-def _say_items(opened: list[Task | str]) -> None:
+def _say_items(opened: list[Task | str], limit: int | None) -> None:
     """What lies ahead, before the model is loaded."""
     counts = [f"{task.name} {len(task.items):,}" for task in opened if not isinstance(task, str)]
     if counts:
         report.note(f"items: {', '.join(counts)}")
+    whole = [one if isinstance(one, str) else one.name for one in opened if one == "held-back" or (not isinstance(one, str) and one.kind == "text")]  # fmt: skip
+    if limit and whole:
+        report.note(f"--limit counts items: {', '.join(whole)} are texts, and read whole")
 
 
 def _say_time(candidate: Candidate, tasks: list[Task | str], models: int) -> None:

@@ -6,6 +6,8 @@ Out: files in its evaluations/, a line about each; with eval.while_training also
 
 from __future__ import annotations
 
+import glob
+import os
 import shlex
 import signal
 import subprocess
@@ -17,14 +19,25 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
+from lamplighter.commands import say_on_leaving
 from lamplighter.commands.model_folder import own_family
 from lamplighter.rundir import RunDir, cannot_write, newest_first, number, open_lines, read_lines
+from lamplighter.safe_text import clean_text
 
 if TYPE_CHECKING:
     from lamplighter.config import Eval
 
 Say = Callable[[str], None]
+# It dies with the training's parent: two evaluations of one checkpoint at a time would be in each other's way.
+_START = """
+import sys
+from lamplighter.procs import prctl
+prctl.belong_to(int(sys.argv.pop(1)))
+from lamplighter.commands import main
+sys.exit(main())
+"""
 _LOOK_S = 0.5
+_TAIL_BYTES = 2000
 _LEAST_STEPS = 3  # inside and outside of evaluations, before their rates are compared
 
 
@@ -69,17 +82,26 @@ class Evaluations:
             self._thread.join(20)
 
     def finish(self) -> None:
-        """After the last step: what beside-the-training left over, or all checkpoints that are kept."""
+        """After the last step, or of a finished run: what was not evaluated yet of the checkpoints that are kept."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
         if not self.is_wanted:
             return
-        for path in newest_first(self.run.checkpoints):
-            if path.name not in self.done:
-                self._evaluate(path.name)
+        left = [path.name for path in newest_first(self.run.checkpoints) if path.name not in self.done]
+        if left:
+            say_on_leaving("in the evaluations after the training; the same command goes on with them")
+        for name in left:
+            if not self._has_results(name):
+                self._evaluate(name)
         if self.spans:
             self.say(cost_words(self.run, self.spans))
+
+    def _has_results(self, name: str) -> bool:
+        """Of every task; a result is a file that is there whole or not at all."""
+        tasks = [one for one in str(self.section.tasks).split(",") if one]
+        folder = glob.escape(str(self.run.path / "evaluations"))
+        return all(glob.glob(f"{folder}/{glob.escape(task.replace(':', '-').replace('/', '-'))}-{name}-*.json") for task in tasks)  # noqa: PTH207  Path.glob escapes nothing  # fmt: skip
 
     def _evaluate(self, name: str) -> None:
         """One checkpoint in a process of its own; whatever becomes of it is said, and the run goes on."""
@@ -93,7 +115,7 @@ class Evaluations:
         try:
             folder.mkdir(exist_ok=True)
             log = open_lines(folder / "output.log", mode=0o600)
-            command = [sys.executable, "-P", "-m", "lamplighter", *words]
+            command = [sys.executable, "-P", "-c", _START, str(os.getpid()), *words]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             code = self._wait(self._process, name, began)
         except OSError as error:
@@ -113,7 +135,19 @@ class Evaluations:
                 return process.wait(1.8)
             except subprocess.TimeoutExpired:
                 if self._thread is None or not self._thread.is_alive() or self._over.is_set():
-                    self.say(f"evaluating {name} (eval.tasks), for {time.monotonic() - began:.0f} s")
+                    self.say(
+                        f"evaluating {name} (eval.tasks), for {time.monotonic() - began:.0f} s{self._last_words()}"
+                    )
+
+    def _last_words(self) -> str:
+        """Where the evaluation is, by its own last line: task, items, rate, time left."""
+        try:
+            with (self.run.path / "evaluations" / "output.log").open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:  # it says nothing yet
+            return ""
+        return f" · {clean_text(lines[-1][10:])}" if lines else ""
 
 
 def cost_words(run: RunDir, spans: list[tuple[float, float]]) -> str:

@@ -186,6 +186,7 @@ class _Talk:
             report.note("a new conversation")
             return
         ids, shown = self._begin(prompt)
+        self._say_cut(ids)
         stops = {self.tokenizer.end_of_text, *([self.template.stop_id] if self.template else [])}
         started = time.perf_counter()
         steps = _until(self._stream(ids, number), stops)
@@ -235,11 +236,16 @@ class _Talk:
             said = self.said = said[2:]  # the oldest question and its answer
             report.note("the conversation is longer than the model's window: its beginning is forgotten")
             ids = self.template.prompt_ids([*system, *said])
-        if len(ids) > self.built.positions:
-            report.warn(
-                f"the question has {len(ids):,} tokens; the model reads the last {self.built.positions:,} of them"
-            )
         return ids, []
+
+    def _say_cut(self, ids: list[int]) -> None:
+        """What is not read is not left out in silence."""
+        most = self.built.positions
+        if self.request["repetition_penalty"] != 1.0:  # the batch does not move its window: the answer must fit as well
+            most = max(1, most - self.request["max_tokens"])
+        if len(ids) > most:
+            asked = "question" if self.template else "prompt"
+            report.warn(f"the {asked} has {len(ids):,} tokens; the model reads the last {most:,} of them")
 
     def _stream(self, ids: list[int], number: int) -> Iterator[list[int | None]]:
         from lamplighter.model.generate import stream

@@ -7,13 +7,14 @@ Out: JSON lines, on stdout or appended to --out: number, prompt, text, tokens, f
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import read_back, report
 from lamplighter.errors import DONE, BadData, CannotWrite, InputMissing, UsageError
-from lamplighter.rundir import LineFile, cannot_write, read_lines
+from lamplighter.rundir import LineFile, cannot_write, parse_record, read_lines
 
 if TYPE_CHECKING:
     from lamplighter.data.chat.template import ChatTemplate
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lamplighter.model.build import Built
 
 _ROWS = 8
+_BEGIN = b'{"number": '  # of every line that is kept
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -58,12 +60,18 @@ def answer_all(
     except ValueError as error:
         raise UsageError("cannot generate with these settings", str(error), "lamp generate --help") from error
     stops = frozenset({tokenizer.end_of_text, *([template.stop_id] if template else [])})
-    wishes = {}
+    wishes, room = {}, max(1, built.positions - most)
+    cut: list[tuple[int, int]] = []  # prompts that are too long: number, tokens
     for n, prompt in enumerate(prompts):
         ids = _asked(prompt, template, request["system"]) if template else [*before, *tokenizer.encode(prompt).tolist()]
-        ids = (ids or [tokenizer.begin_of_text])[-max(1, built.positions - most) :]
+        if len(ids) > room and n not in done:
+            cut.append((n, len(ids)))
+        ids = (ids or [tokenizer.begin_of_text])[-room:]
         for sample in range(request["num_samples"]) if (n not in done) else ():
             wishes[n * request["num_samples"] + sample] = TextRequest(tuple(ids), most, choice, request["seed"] + n, sample, stops, request["repetition_penalty"])  # fmt: skip
+    if cut:
+        first, tokens = cut[0]
+        report.warn(f"{len(cut):,} of the prompts are longer than the model reads beside {most:,} tokens of answer: of the first of them, number {first}, with {tokens:,} tokens, the last {room:,} are read")  # fmt: skip
     length = min(built.positions, max((len(one.prompt) for one in wishes.values()), default=1) + most + 1)
     batcher = Batcher(built.model, _ROWS, length, built.vocab_size)
     waiting, pieces, texts = sorted(wishes, reverse=True), dict[int, TextPieces](), dict[int, str]()
@@ -122,12 +130,31 @@ def _opened(path: str | None, prompts: list[str]) -> tuple[set[int], LineFile | 
             raise BadData(f"{path} cannot be gone on with", why, "another --out")
         done[n] = line
     try:
+        _cut_fragment(Path(path))
         out = LineFile(Path(path))
     except OSError as error:
         raise cannot_write(Path(path), error) from error
     if done:
         report.note(f"{len(done):,} of {len(prompts):,} prompts were answered before, they are kept")
     return set(done), out
+
+
+def _cut_fragment(path: Path) -> None:
+    """Without the line that a kill tore: whoever reads the answers line by line would stumble over it."""
+    try:
+        fd = read_back.open_regular(path, os.O_RDWR)
+    except FileNotFoundError:  # nothing was answered yet
+        return
+    with os.fdopen(fd, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - read_back.LINE_BYTES))
+        fragment = file.read().rpartition(b"\n")[2]
+        if not fragment or parse_record(fragment) is not None:  # only its newline is missing
+            return
+        if not fragment.startswith(_BEGIN[: len(fragment)]):
+            raise BadData(f"{path} cannot be gone on with", "its last line is no answer of ours", "another --out")
+        file.truncate(size - len(fragment))
+        report.note(f"a torn line of {len(fragment):,} bytes at the end of {path} was cut off: that prompt is answered again")  # fmt: skip
 
 
 def _keep(out: LineFile | None, record: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ usage: lamp VERB ...
 
   demo                    embedded text -> tokenizer -> cache -> train -> sample, about a minute on 2 CPU cores
   train [run.yaml]        train; the same command again resumes where it stopped
+  launch slurm|sky|kubernetes [run.yaml]   the file by which a scheduler starts it, and starts it again
   watch -- CMD...         any training script, unchanged: counted, watched, explained when it hangs
   watch RUN               the live display of a run that is going on, from any terminal
   watch PID               a process that runs already, from outside: explained when it hangs
@@ -63,14 +64,14 @@ Sends each step once, in order; what was sent before is not sent again. A run th
 (--no-follow: only what is there now). The same while training: lamp train ... --track.to wandb
 """,
     "demo": """\
-usage: lamp demo [--run NAME] [--resume auto|never] [--runs-dir DIR] [--section.key value]
+usage: lamp demo [--run NAME] [--resume auto|never] [--detach] [--runs-dir DIR] [--section.key value]
 
 Generates the embedded corpus, trains a tokenizer and a small model on it in about a minute, with samples, the loss
 beside the floor that no model can beat, checkpoints, and a ledger of where the time went.
 """,
     "train": """\
 usage: lamp train [run.yaml] [--preset NAME] [--resume auto|never|checkpoint-N|PATH] [--run NAME] [--test]
-                  [--verbose] [--force] [--print-config] [--runs-dir DIR] [--section.key value ...]
+                  [--verbose] [--force] [--print-config] [--detach] [--runs-dir DIR] [--section.key value ...]
 
   --preset NAME     one of: {presets}
   --resume HOW      auto (default): go on from the newest valid checkpoint; never: begin anew, the old folder is kept
@@ -80,9 +81,25 @@ usage: lamp train [run.yaml] [--preset NAME] [--resume auto|never|checkpoint-N|P
   --verbose         a line for each step
   --force           insist on a run that was refused, or on going back to the same checkpoint again
   --print-config    show the resolved run and where each value came from; start nothing
+  --detach          go on without this terminal; returns when the run has begun (lamp watch RUN, lamp stop RUN)
   --runs-dir DIR    where runs live (default: runs)
 
 Order: default < preset < run.yaml < command line. Every field:
+""",
+    "launch": """\
+usage: lamp launch slurm [run.yaml] [-o FILE] [--submit] [--nodes N] [--gpus N] [--cpus N] [--mem M] [--time T] [--partition P]
+                  [--account A] [--preset NAME] [--run NAME] [--test] [--runs-dir DIR] [--section.key value ...]
+       lamp launch sky [run.yaml] --save.mirror URL [-o FILE] [--nodes N] [--gpus A100:8] [--on-demand] ...
+       lamp launch kubernetes [run.yaml] --image IMAGE [-o FILE] [--claim NAME] [--gpus N] [--cpus N] [--mem M] ...
+
+Checks the settings as lamp train does, and writes the file that starts it: TERM before the end, all saved, exit 75, started again,
+resumed.
+
+  -o FILE           where to (default: NAME.sbatch, NAME.sky.yaml, NAME.k8s.yaml)
+  --submit          SLURM: give it to sbatch at once
+  --gpus N          on each node; SkyPilot: kind and count, such as A100:8
+  --claim NAME      Kubernetes: the PersistentVolumeClaim that holds the runs; else save.mirror does
+  --on-demand       SkyPilot: no spot machines
 """,
     "watch": """\
 usage: lamp watch [--run NAME] [--runs-dir DIR] [--on-stuck report|stop|restart] [--patience-s S] [--notify CMD|URL] -- CMD...
@@ -171,6 +188,7 @@ usage: lamp eval RUN|DIR|HUB-NAME [--tasks NAME,...] [--data DIR] [--checkpoint 
                     default: held-back and all that --data has
   --checkpoint      latest (default), best, a number, or all: one result each
   --suite NAME      quick: 200 items each; comprehensive: all; the time of each task is said first
+  --limit N         the first N items of each task (of MMLU: of each subject); texts (.txt, held-back) are read whole
   --num-fewshot N   solved examples before an MMLU question (default 5)
   --window N        tokens of context for the loss on a text (default 1024)
   --chat            prompts of generation tasks go by the model's own chat template
@@ -191,11 +209,11 @@ usage: lamp serve RUN|DIR|HUB-NAME [--host H] [--port N] [--api-key KEY] [--max-
   --follow          of a run that goes on: newer checkpoints are served as they appear; texts end on what they began with
 """,
     "plan": """\
-usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]
+usage: lamp plan [run.yaml] [--preset NAME] [--on DEVICE[:N]] [--mfu SHARE] [--measure] [--fit] [--what-if] [--json]
                  [--runs-dir DIR] [--section.key value ...]
 
-  --on DEVICE       t4 v100-16gb l4 a10 rtx3090 rtx4090 a100-40gb a100-80gb l40s h100-80gb h200; default: this machine
-                    (one of them: a run of ours uses one device)
+  --on DEVICE[:N]   t4 v100-16gb l4 a10 rtx3090 rtx4090 a100-40gb a100-80gb l40s h100-80gb h200; default: this machine
+                    (a100-80gb:8 is eight of them, each at budget.usd_per_hour)
   --mfu SHARE       of the peak that is reached (default 0.4; of a processor it is measured)
   --measure         a few real steps here, in a process that may die of memory; their time is used
   --fit             the same, and the largest train.micro_batch that fits; batch size and learning rate stay

@@ -16,10 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamplighter import read_back, report
-from lamplighter.commands import result, write
+from lamplighter import first_words, read_back, report
+from lamplighter.commands import result, say_on_leaving, write
 from lamplighter.errors import DONE, STOPPED_EARLY, BadData, InputMissing, UsageError
-from lamplighter.rundir import EVALUATED, LineFile, RunDir, cannot_write, read_lines, read_record
+from lamplighter.rundir import (
+    EVALUATED,
+    LineFile,
+    RunDir,
+    cannot_write,
+    checkpoint_name,
+    newest_first,
+    read_lines,
+    read_record,
+)
 from lamplighter.safe_text import clean_text
 
 _ANSWERS = {"1": 0, "2": 1, "=": 2}
@@ -69,7 +78,7 @@ def compare(request: dict[str, Any]) -> int:
     runs_dir = Path(request["runs_dir"])
     both = [located(request["model"], runs_dir), located(request["other"], runs_dir)]
     prompts = _prompts(request["prompts"])
-    asked = json.dumps([[one["model"] for one in both], request["checkpoint"], prompts])
+    asked = json.dumps([[_weights_of(one["model"], request["checkpoint"]) for one in both], prompts])
     folder = runs_dir.resolve() / EVALUATED / f"human-{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
     if not (folder / "texts.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,6 +86,7 @@ def compare(request: dict[str, Any]) -> int:
         if code != DONE:
             return code
     comparison = opened(folder, (request["model"], request["other"]))
+    say_on_leaving("- what was chosen is kept; the same command goes on")
     if request["page"]:
         from lamplighter.serve.pairs_page import choose_by_page
 
@@ -87,6 +97,19 @@ def compare(request: dict[str, Any]) -> int:
     shown = json.dumps(record, indent=1) if request["json"] else _words(comparison, record)
     result(shown + "\n")
     return DONE if len(comparison.chosen) == len(comparison.pairs) else STOPPED_EARLY
+
+
+def _weights_of(model: str, wanted: str) -> list[object]:
+    """Which weights these are: a newer checkpoint, or a run trained anew, is asked anew."""
+    folder = Path(model)
+    root = folder / "checkpoints"
+    if root.is_dir():
+        best = read_record(root / "best.json").get("step")
+        step = best if wanted == "best" and isinstance(best, int) else int(wanted) if wanted.isdecimal() else None
+        newest = next(iter(newest_first(root)), root)
+        folder = newest if wanted == "latest" else root / (wanted if step is None else checkpoint_name(step))
+    files = [folder / "manifest.json"] if (folder / "manifest.json").is_file() else sorted(folder.glob("*.safetensors"))
+    return [str(folder), *((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files)]
 
 
 def _prompts(path: str | None) -> list[str]:
@@ -119,6 +142,7 @@ def opened(folder: Path, names: tuple[str, str]) -> Comparison:
 
 def _choose_by_terminal(comparison: Comparison) -> None:
     """1, 2 or = for each pair; q or the end of input leaves, and the same command goes on."""
+    first_words.end()  # nothing is loading any more, and its lines would stand in the open question
     for pair in comparison.left():
         first, second = pair.shown()
         done = len(comparison.chosen)

@@ -19,8 +19,9 @@ from lamplighter import own_code, report
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse
 from lamplighter.errors import RefusedByPlan, UsageError
+from lamplighter.leaves import leaf_size
 from lamplighter.model.origin import is_hub_name, with_local_model
-from lamplighter.procs import procfs
+from lamplighter.procs import nvml, procfs
 from lamplighter.rundir import CACHE_NAME, RunDir, cannot_write, free_bytes, human_bytes, write_atomic
 from lamplighter.safe_text import mask_record, safe
 
@@ -136,24 +137,26 @@ def _try_steps(run: Run, known: Known, fit: bool) -> Known:
     from lamplighter.plan.job import vocabulary
 
     vocab_size = known.vocab_size or vocabulary(run)
-    micro = run.train.micro_batch or run.train.batch_size
+    ranks, _ = nvml.count_ranks(run.train.ranks, run.train.device)
+    micro = run.train.micro_batch or leaf_size(run.train.batch_size, ranks)
     tried = dry_run.attempt(run, vocab_size, micro)
     own = tried.told.get("parameters")
-    known = replace(known, measured=tried.measured, device=_device_of(tried.told))
+    known = replace(known, measured=tried.measured, device=_device_of(tried.told, ranks))
     if ":" in run.model.family and run.model.init_from is None:
         known = replace(known, own_params=own)
     return replace(known, largest=dry_run.largest_that_fits(run, vocab_size, tried.measured)) if fit else known
 
 
-def _device_of(told: dict[str, Any]) -> Device | None:
-    """The GPU on which the steps were tried; None for the processor, which is measured anyway."""
-    from lamplighter.gpus import Device
+def _device_of(told: dict[str, Any], ranks: int) -> Device | None:
+    """The GPU on which the steps were tried, and as many like it; None for the processor, which is measured anyway."""
+    from lamplighter.gpus import Device, link_of
     from lamplighter.plan.devices import host_room
 
     if told.get("on_cpu", True):
         return None
     peak = float(told["peak_flops"])
-    return Device(told["device"], told["memory_bytes"] / (1 << 30), peak, peak, host_gib=host_room().gib)
+    gib, link = told["memory_bytes"] / (1 << 30), link_of(told["device"])
+    return Device(told["device"], gib, peak, peak, host_gib=host_room().gib, count=ranks, link=link)
 
 
 # ---------------------------------------------------------------- the plan phase of a run
@@ -213,6 +216,8 @@ def _job(run: Run, where: Machine, data: DataFacts, *, vocab_size: int, steps: i
     text = None
     if data.samples:
         held_out = data.held_out.targets
+        if data.pairs is not None:  # targets are of the answers alone; the reference reads the prompts too
+            held_out = round(tokens * data.pairs.val.pairs / data.pairs.train.pairs)
         text = Text(tokens, "counted", True, held_out, padding=data.padding, samples=data.samples, noun=data.noun)
     rows = data.positions_per_step / run.train.batch_size
     return job_of(
@@ -233,16 +238,17 @@ def _device(where: Machine, ranks: int = 1) -> Device:
     """The machine as it is: torch's own numbers of a GPU, measured rates of a processor; what a rank has of its memory."""
     import torch
 
-    from lamplighter.gpus import Device, Rates
+    from lamplighter.gpus import Device, Rates, link_of
     from lamplighter.plan import devices
 
+    peak = where.peak_flops  # of one rank
     if where.device.type == "cuda":
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(where.device))
         room = devices.host_room().gib
-        return Device(where.name, free, where.peak_flops, where.peak_flops, host_gib=room, total_gib=total)
-    device = devices.cpu(Rates(where.peak_flops, devices.stream_rate(_QUICK_S)))
-    device = replace(device, memory_gib=device.memory_gib / ranks, total_gib=(device.total_gib or 0.0) / ranks or None)
-    return replace(device, bf16_flops=where.peak_flops if where.dtype_name == "bf16" else None)
+        device = Device(where.name, free, peak, peak, host_gib=room, total_gib=total)
+        return replace(device, count=ranks, link=link_of(where.name))
+    device = devices.for_ranks(devices.cpu(Rates(peak, devices.stream_rate(_QUICK_S))), ranks)
+    return replace(device, bf16_flops=peak if where.dtype_name == "bf16" else None)
 
 
 def _keep(folder: RunDir, made: Plan) -> None:

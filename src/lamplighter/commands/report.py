@@ -6,11 +6,12 @@ Out: report.html and curves.svg in the run's folder, written anew by a child, un
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from lamplighter import report as reporting
-from lamplighter.commands.arguments import find_run, parse
+from lamplighter.commands.arguments import find_run, named_again, parse
 from lamplighter.errors import DONE
 from lamplighter.rundir import RunDir, cannot_write
 
@@ -25,7 +26,7 @@ def report(words: list[str]) -> int:
 
     flags = parse("report", _report_flags, words)
     run = find_run(flags["run"], flags["runs_dir"])
-    return session("report", {"run": str(run.path.resolve()), "address": run.address})
+    return session("report", {"run": str(run.path.resolve()), "address": run.address, "next": shlex.join(["lamp", "dash", *named_again(flags["runs_dir"])])})  # fmt: skip
 
 
 def report_child(_: RunDir, request: dict[str, Any]) -> int:
@@ -42,6 +43,6 @@ def report_child(_: RunDir, request: dict[str, Any]) -> int:
         raise cannot_write(run.path, error) from error
     size = path.stat().st_size / 1e3
     reporting.result(
-        f"made: {path} ({size:,.0f} kB, opens in any browser), {run.path / 'curves.svg'}; next: lamp dash\n"
+        f"made: {path} ({size:,.0f} kB, opens in any browser), {run.path / 'curves.svg'}; next: {request['next']}\n"
     )
     return DONE

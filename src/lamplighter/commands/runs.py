@@ -17,6 +17,7 @@ from lamplighter.commands.arguments import parse
 from lamplighter.errors import DONE
 from lamplighter.rundir import FORMAT, RunDir, is_running, number, read_status, version_of
 from lamplighter.safe_text import clean
+from lamplighter.watch.rank_lines import rank_lines, ranks_of
 from lamplighter.watch.status import duration, standing_flags
 
 
@@ -77,7 +78,12 @@ def _table(runs_dir: Path, rows: list[dict[str, Any]]) -> str:
     if not rows:
         return f"no runs in {runs_dir}; next: lamp demo\n"
     head = f"{'run':<24} {'state':<10} {'step':>14} {'safe to':>8} {'loss':>8} {'val':>8} {'spent':>9} {'last':>10}  red flags\n"
-    return head + "".join(_row(row) for row in rows) + _foot(runs_dir, rows)
+    return head + "".join(_row(row) + _ranks(row) for row in rows) + _foot(runs_dir, rows)
+
+
+def _ranks(row: dict[str, Any]) -> str:
+    """Under a run that is going on, a line for each of its ranks."""
+    return "".join(f"    {line}\n" for line in rank_lines(ranks_of(row))) if row["live"] else ""
 
 
 def _foot(runs_dir: Path, rows: list[dict[str, Any]]) -> str:

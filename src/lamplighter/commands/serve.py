@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report, web_access
-from lamplighter.commands.arguments import parse, with_own_fields
+from lamplighter.commands.arguments import named_again, parse, with_own_fields
 from lamplighter.errors import DONE, STOPPED_EARLY, InputMissing, UsageError
 from lamplighter.rundir import RunDir, human_bytes, step_of
 
@@ -66,9 +66,15 @@ def serve(words: list[str]) -> int:
         raise UsageError("--follow needs a run", f"{flags['model']} is a model folder", "leave --follow out")
     key = flags.pop("api_key") or os.environ.get("LAMP_API_KEY", "")
     with web_access.listen(flags["host"], flags["port"]) as socket:
-        access = web_access.grant(flags["host"], socket.getsockname()[1], key)
-        request = {**flags, **found, "runs_dir": str(flags["runs_dir"]), "command": shlex.join(["lamp", "serve", flags["model"]])}  # fmt: skip
+        access = _access(flags["host"], socket.getsockname()[1], key)
+        request = {**flags, **found, "runs_dir": str(flags["runs_dir"]), "command": shlex.join(["lamp", "serve", flags["model"], *named_again(flags["runs_dir"])])}  # fmt: skip
         return _serve_on(socket, access, request)
+
+
+def _access(host: str, port: int, key: str) -> web_access.Access:
+    """/health is open: whoever looks after the server needs no key for it, and it tells no text."""
+    more = {"needed": "the key of --api-key or LAMP_API_KEY: Authorization: Bearer ..."} if key else {}
+    return web_access.grant(host, port, key, without_token=frozenset({"/health"}), **more)
 
 
 def _serve_on(socket: Any, access: web_access.Access, request: dict[str, Any]) -> int:

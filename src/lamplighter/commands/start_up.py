@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
+from lamplighter.commands.standby import wait_for_turn
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.errors import BadConfig
 from lamplighter.model.origin import with_local_model
-from lamplighter.rundir import CACHE_NAME, NUMERICS, RunDir, read_last_lines, version_of
+from lamplighter.rundir import CACHE_NAME, NUMERICS, RunDir, newest_first, read_last_lines, step_of, version_of
 
 if TYPE_CHECKING:
     from lamplighter.config import Run
@@ -27,15 +28,20 @@ if TYPE_CHECKING:
     from lamplighter.data.tokenizer import Tokenizer
     from lamplighter.model.build import Built
     from lamplighter.plan.estimate import Plan
+    from lamplighter.plan.job import Job
+    from lamplighter.train.checkpoint import Progress
     from lamplighter.train.exactness import GradientProbe
     from lamplighter.train.hardware import Machine
+    from lamplighter.train.memory_copy import Restored
+    from lamplighter.train.ranks import World
+    from lamplighter.train.sharding import Shards
     from lamplighter.train.state import RunContext, TrainState
     from lamplighter.train.validation import EntropyBound
 
 
 def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunContext, TrainState]:
     """The start-up phases: data, tokenizer, cache, import (torch), plan, model, resume."""
-    cache = folder.path.parent / CACHE_NAME
+    cache = Path(request.get("cache") or folder.path.parent / CACHE_NAME)
     run = with_local_model(run, folder.path)
     source, tokenizer = open_text(run, cache)
     text = OpenedText(source, tokenizer, choose_template(run, source, tokenizer))
@@ -48,9 +54,11 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         from lamplighter.train import checkpoint, exactness, guard, hardware, loop, loss_scale, optimizers, path, ranks  # noqa: F401
         from lamplighter.train.pace import Smaller
         from lamplighter.train.state import RunContext, TrainState
+    if "standby_fd" in request and hardware.may_use_gpu(run.train):  # whose memory belongs to the process that trains
+        wait_for_turn(folder, request)
     with report.phase("machine"):
-        found = checkpoint.find(folder.checkpoints, request.get("resume", "auto"))
-        before = _state_of(found)
+        kept, found = _newest_state(folder, request)
+        before = kept.facts if kept is not None else _state_of(found) or request.get("facts", {})
         world = ranks.world_of(os.environ)
         where = hardware.detect(run.train, dict(before.get("machine", {})), known_shape(run), world)
         exact, why = exactness.choose(run.train, where.device, where.name, cache, family_of(run))
@@ -79,7 +87,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
             steps=steps,
             built=own,
             request=request,
-            resumes=found is not None,
+            resumes=found is not None or kept is not None,
             ranks=world.size,
             leads=world.leads,
         )
@@ -88,14 +96,28 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         if run.train.recompute:
             report.note(f"activations of {recompute_blocks(built.model)} blocks are computed again (train.recompute)")
         batches.check_ids(built.vocab_size)
-        built.model.to(where.device)
+        shards = _place(run, folder, request, built, where, world, planned)
         if built.adapter is not None:
             built = _with_base(run, folder, built, where)
+        if data.pairs is not None:
+            from lamplighter.train import reference
+
+            reference.fill(run, built, where, data.pairs, cache)
         optimizer = optimizers.make_optimizer(built.model, run.train)
         scale = loss_scale.LossScale(where.device) if where.dtype_name == "fp16" else None
         if scale is not None:
             optimizer = loss_scale.ScaledOptimizer(optimizer, scale)
-    probe = _probe_exactness(run, built, where, planned, data=data, before=before.get("exact"), cache=cache)
+    probe = None
+    if shards is None:
+        probe = _probe_exactness(run, built, where, planned, data=data, before=before.get("exact"), cache=cache)
+    if "standby_fd" in request:
+        wait_for_turn(folder, request)
+        world = ranks.world_of(os.environ)
+        with report.phase("newest"):
+            kept, found = (None, None) if request.get("joins") else _newest_state(folder, request)
+        if _agree_first(run, world, request) and _agreed_to_shard(run, folder, built, where, world, planned):
+            raise BadConfig("a process that stood by cannot hold a part of the model", "it was built whole", "the same command again")  # fmt: skip
+    met = _agree_first(run, world, request)
     compiled, why = hardware.choose_compile(
         run.train,
         where,
@@ -107,6 +129,10 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
     )
     if compiled and built.adapter is not None and run.train.compile == "auto" and "compiled" not in before:
         compiled, why = False, "adapters are compiled if you ask for it"
+    if compiled and shards is not None:
+        if run.train.compile is True:
+            raise BadConfig("a sharded model is not compiled", "units are gathered between the blocks, which is not tried with the compiler", "--train.compile auto, or --train.shard none")  # fmt: skip
+        compiled, why = False, "a sharded model is not compiled"
     if compiled and request.get("eager"):
         compiled, why = False, "compiling did not work out in an earlier attempt"
     report.note(f"{'compiled' if compiled else 'not compiled'}: {why}")
@@ -121,52 +147,107 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         source=batches,
         tokenizer=tokenizer,
         chat=text.chat,
-        recorded=_recorded(run, where, data, steps, text.chat) | _of_probe(probe, before),
+        recorded=_recorded(run, where, data, steps, text.chat)
+        | _of_probe(probe, before)
+        | {"ranks": world.size, "sharded": shards is not None},
         loss_scale=scale,
         world=world,
+        shards=shards,
         planned_step_s=planned.step_s,
         smaller=tuple(Smaller(*one) for one in smaller_models(planned)) if math.isfinite(run.budget.left_s(0)) else (),
     )
     state = TrainState(steps, compiled, probe=probe)
     path.say_path(context, compiled)
     guard.explain_schedule(schedule)
-    if found is not None:
+    if found is None and kept is None:
+        step_tokens = run.train.batch_size * run.data.seq_len
+        guard.warn_misfits(run, built.flops_per_token(run.data.seq_len), steps, step_tokens)
+    if request.pop("joins", False):  # ranks that are there hand over what they hold
+        pass
+    elif kept is not None:
+        with report.phase("resume"):
+            _resume_from_memory(context, state, kept)
+    elif found is not None:
         with report.phase("resume"):
             _resume(context, state, found)
             if (asked := request.get("resume", "auto")) != "auto":
                 report.event("went back", to=asked, step=state.progress.step)
     elif request.get("same_settings"):  # it was ended before its first save: its steps are done again
         state.redone = exactness.Redone.of(read_last_lines(folder.metrics), 0)
-    exactness.say(exactness.words(probe, state.redone, where), probe, state.redone)
+    exactness.say(exactness.words(probe, state.redone, where, shards is not None), probe, state.redone)
     if world.size > 1:
-        _meet(context, state)
+        _meet(context, state, met, planned.job)
     if run.data.source is None and not run.data.paths:
         with report.phase("floor"):
             context = replace(context, entropy_bound=_entropy_bound(context))
     return context, state
 
 
-def _meet(context: RunContext, state: TrainState) -> None:
-    """All ranks, with the same run in their hands."""
-    from lamplighter.model.weights import weights
-    from lamplighter.train import exactness, ranks
+def _agree_first(run: Run, world: World, request: dict[str, Any]) -> bool:
+    """Whether ranks meet before their models are placed. Who joins ranks that train already, joins whole models."""
+    return world.size > 1 and run.train.shard != "none" and not request.get("joins")
 
-    world, device = context.world, context.machine.device
-    attempt = os.environ.get("LAMP_ATTEMPT", "1")
-    ranks.meet(world, context.folder.slots / f"meeting-{attempt}", "nccl" if device.type == "cuda" else "gloo")
-    facts = {
-        "settings": exactness.short_hash(repr(context.run)),
-        "data": exactness.short_hash(f"{context.data.name} {context.data.fingerprint}"),
-        "weights": exactness.short_hash(*(exactness.hash_of(one) for one in weights(context.model).values())),
-        "steps": exactness.short_hash(f"{state.progress.step} of {state.steps}"),
-    }
-    ranks.refuse_strangers(world, facts, device)
-    leaves = math.ceil(context.run.train.batch_size / (context.run.train.micro_batch or context.run.train.batch_size))
-    nodes = min(leaves, context.run.train.tree)
-    idle = "" if world.size <= nodes else f"; {world.size - nodes} of them idle: a batch has {nodes} parts to share out"
-    report.note(
-        f"{world.size} ranks, {leaves} micro-batches a step summed by one tree: the bits of a single rank{idle}"
+
+def _agreed_to_shard(run: Run, folder: RunDir, built: Built, where: Machine, world: World, planned: Plan) -> bool:
+    """What rank 0 has planned: what is free differs a little from rank to rank. Said with the reason."""
+    from lamplighter.plan.memory import memory
+    from lamplighter.train import joining, ranks
+
+    job, setting = planned.job, f"train.shard {run.train.shard}"
+    joining.meet(world, folder, where.device)
+    if not ranks.told_by_first(world, int(job.sharded), where.device):
+        return False
+    from lamplighter.train import sharding
+
+    why = sharding.why_not(
+        built.model, run.lora.r is not None and run.lora.base_dtype != "fp32", run.train.optimizer_kind
     )
+    if run.train.objective == "dpo":
+        why = "the reference of preference pairs is made by the whole model"
+    if why:
+        if run.train.shard == "full":
+            raise sharding.refuse(why)
+        report.warn(f"every rank holds the whole model, which may not fit ({setting}): it cannot be sharded, as {why}")
+        return False
+    whole, part = (memory(replace(job, sharded=way), planned.device).peak_gib for way in (False, True))
+    report.note(
+        f"sharded: each of {world.size} ranks holds its rows of weights, gradients and optimizer ({setting}; on paper"
+        f" {part:.2f} GiB each, whole it would be {whole:.2f}, and {planned.usable_gib:.2f} may be taken)"
+    )
+    off = ["the newest step is not kept in memory and nobody stands by (launch.spare), so a lost rank takes all back to the durable step"]  # fmt: skip
+    off += ["samples are not shown"] if run.eval.sample_every_steps else []
+    report.note(f"while sharded, {' and '.join(off)}")
+    report.event("sharded", ranks=world.size)
+    return True
+
+
+def _place(
+    run: Run, folder: RunDir, request: dict[str, Any], built: Built, where: Machine, world: World, planned: Plan
+) -> Shards | None:
+    """The model where it is computed with: whole, or a part of it on each rank."""
+    agrees = "standby_fd" not in request and _agree_first(run, world, request)
+    if agrees and _agreed_to_shard(run, folder, built, where, world, planned):
+        from lamplighter.train.sharding import Shards
+
+        return Shards(built.model, world, where.device, run.train.reduction == "native")
+    built.model.to(where.device)
+    return None
+
+
+def _meet(context: RunContext, state: TrainState, met: bool, job: Job) -> None:
+    """All ranks, with the same run in their hands."""
+    from lamplighter.plan.ranks import idle_words
+    from lamplighter.train.joining import join
+
+    world = context.world
+    join(context, state, met)
+    leaves = math.ceil(context.run.train.batch_size / (context.run.train.micro_batch or context.run.train.batch_size))
+    lazy = idle_words(job, world.size)
+    idle = f"; {lazy}" if lazy else ""
+    how = "summed by one tree: the bits of a single rank"
+    if context.run.train.reduction == "native":
+        how = f"summed by torch's all_reduce (train.reduction native): the same bits on {world.size} ranks alone"
+    report.note(f"{world.size} ranks, {leaves} micro-batches a step {how}{idle}")
 
 
 def _probe_exactness(
@@ -281,6 +362,19 @@ def _with_base(run: Run, folder: RunDir, built: Built, where: Machine) -> Built:
     return replace(built, adapter=settings, base=base)
 
 
+def _newest_state(folder: RunDir, request: dict[str, Any]) -> tuple[Restored | None, Path | None]:
+    """What an earlier attempt of this parent's has left in memory, where that is newer than the disk; else the checkpoint."""
+    from lamplighter.train import checkpoint, memory_copy
+
+    wanted, root = request.get("resume", "auto"), folder.checkpoints
+    if wanted == "auto":
+        durable = {step_of(path) for path in newest_first(root)}
+        kept = memory_copy.newest(memory_copy.given(os.environ), durable)
+        if kept is not None and kept.step > checkpoint.latest_step(root):
+            return kept, None
+    return None, checkpoint.find(root, wanted)
+
+
 def _state_of(found: Path | None) -> dict[str, Any]:
     """What a checkpoint says of the run that made it."""
     from lamplighter.train import checkpoint
@@ -311,7 +405,6 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
     from lamplighter.model.origin import read_base, refuse_other_base
     from lamplighter.model.weights import load_weights
     from lamplighter.train import checkpoint
-    from lamplighter.train.exactness import Redone
 
     progress, tensors, before = checkpoint.load_state(found)
     now, root = context.recorded, context.folder.checkpoints
@@ -329,7 +422,30 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
         refuse_other_base(base, context.built.base, found.name)
     load_weights(context.model, found)
     context.optimizer.load_state_tensors(tensors)
-    best = checkpoint.best_of(root)
+    _go_on(context, state, progress, before)
+    moved = checkpoint.go_back(root, state.progress) if context.world.leads else []  # one of the ranks moves files
+    if moved:
+        report.note(f"set aside (not deleted): {', '.join(moved)}")
+    _say_resumed(context, state, found.name)
+
+
+def _resume_from_memory(context: RunContext, state: TrainState, kept: Restored) -> None:
+    """The same out of memory; the run is that of a moment ago, on the same machine."""
+    from lamplighter.model.weights import fill_weights
+    from lamplighter.train import checkpoint
+
+    fill_weights(context.model, kept.model)
+    context.optimizer.load_state_tensors(kept.optimizer)
+    _go_on(context, state, checkpoint.progress_of(kept.progress), kept.facts)
+    state.from_disk = False
+    _say_resumed(context, state, "memory")
+
+
+def _go_on(context: RunContext, state: TrainState, progress: Progress, before: dict[str, Any]) -> None:
+    """The counters; what has changed since then is named."""
+    from lamplighter.train import checkpoint
+
+    best = checkpoint.best_of(context.folder.checkpoints)
     if best is not None and best[0] <= progress.step:
         progress = progress.scored(*best)
     state.progress = progress
@@ -342,6 +458,12 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
             f"the arithmetic of this version (numerics {NUMERICS}) is not that of the checkpoint (numerics {numerics})"
         )
         report.warn(f"{told}: from step {progress.step + 1} on no longer bit-identical")
+    if (size := context.world.size) != (then_size := before.get("ranks", size)):
+        native = context.run.train.reduction == "native"
+        words = "no longer bit-identical (train.reduction native)" if native else "with the same bits"
+        report.note(f"{then_size} ranks then, {size} now: from step {progress.step + 1} on {words}")
+    if (now := context.shards is not None) != before.get("sharded", now):
+        report.note(f"{'replicated then, sharded' if now else 'sharded then, replicated'} now, with the same bits")
     if before.get("compiled", state.compiled) != state.compiled:
         then, is_now = ("compiled", "uncompiled") if before["compiled"] else ("uncompiled", "compiled")
         report.warn(f"it was {then}, is {is_now}: from step {progress.step + 1} on no longer bit-identical")
@@ -349,14 +471,17 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
         report.warn(
             f"the run was planned for {before['steps']} steps, now {state.steps}: the schedule changes from here"
         )
-    moved = checkpoint.go_back(root, progress) if context.world.leads else []  # one of the ranks moves files
-    if moved:
-        report.note(f"set aside (not deleted): {', '.join(moved)}")
-    report.note(f"resumed from {found.name}: step {progress.step + 1} is next")
+
+
+def _say_resumed(context: RunContext, state: TrainState, where: str) -> None:
+    from lamplighter.train.exactness import Redone
+
+    step = state.progress.step
+    report.note(f"resumed from {where}: step {step + 1} is next")
     records = list(read_last_lines(context.folder.metrics))
-    state.redone = Redone.of(records, progress.step)
+    state.redone = Redone.of(records, step)
     reached = max((r["step"] for r in records if "train/loss" in r and isinstance(r.get("step"), int)), default=0)
-    report.event("resumed", step=progress.step, path=str(found), redone_steps=max(0, reached - progress.step))
+    report.event("resumed", step=step, path=where, redone_steps=max(0, reached - step))
 
 
 def _entropy_bound(context: RunContext) -> EntropyBound | None:

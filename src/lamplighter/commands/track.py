@@ -43,7 +43,7 @@ def track(words: list[str]) -> int:
     rest, several = many(words, "to", "tags")
     flags = parse("track", _track_flags, rest)
     run = find_run(flags["run"], flags["runs_dir"])
-    chosen = list(dict.fromkeys(several["to"]))
+    chosen = list(dict.fromkeys(one for word in several["to"] for one in word.replace(",", " ").split()))
     if not chosen or (wrong := [one for one in chosen if one not in _TRACKERS]):
         what = f"there is no tracker {wrong[0]}" if chosen else "no tracker was named"
         raise UsageError(what, f"choose from: {', '.join(_TRACKERS)}", f"lamp track {run.address} --to tensorboard")

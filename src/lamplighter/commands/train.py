@@ -17,7 +17,8 @@ from lamplighter import own_code, report
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse, refuse_controls
 from lamplighter.commands.launched import Launch, follow, launch_of
-from lamplighter.errors import DONE, BadConfig, LampError, RefusedByPlan, UsageError
+from lamplighter.errors import CRASHED, DONE, BadConfig, LampError, RefusedByPlan, UsageError
+from lamplighter.leaves import leaf_size
 from lamplighter.rundir import (
     EVENTS_BYTES,
     FORMAT,
@@ -36,10 +37,15 @@ from lamplighter.rundir import (
     version_of,
     write_atomic,
 )
+from lamplighter.safe_text import mask_address
 
 if TYPE_CHECKING:
+    from lamplighter.commands.nodes import FirstNode
     from lamplighter.config import Budget, Resolved, Run, Train
+    from lamplighter.config.schema import Launch as LaunchSection
+    from lamplighter.mirror.mirroring import Mirroring
     from lamplighter.watch.console import Console
+    from lamplighter.watch.meeting import Nodes
 
 
 def _train_flags(
@@ -53,6 +59,7 @@ def _train_flags(
     verbose: bool = False,
     force: bool = False,
     print_config: bool = False,
+    detach: bool = False,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """What `lamp train` takes besides fields."""
@@ -78,26 +85,46 @@ def _start_training(verb: str, words: list[str]) -> int:
     own_code.look_beside(flags["run_yaml"])
     if flags["print_config"]:
         return result(shown(resolved))
+    if flags["detach"] and resolved.run.launch.nodes > 1:
+        raise UsageError(
+            "--detach is given for several nodes",
+            "each node has to be seen to begin by whoever starts it",
+            "setsid nohup lamp train ... on each node, or lamp launch slurm",
+        )
+    if flags["detach"]:
+        from lamplighter.commands import detached
+
+        words = [word for word in words[2 if verb == "demo" else 0 :] if word != "--detach"]
+        return detached.start(verb, words, RunDir(flags["runs_dir"] / run_name(flags)), os.environ)
+    run = RunDir(flags["runs_dir"] / run_name(flags))
     if launch is not None and not launch.leads:
-        return follow(RunDir(flags["runs_dir"] / _run_name(flags)))
-    return _train(verb, words, _for_launch(resolved, launch), flags)
+        return follow(run if launch.node == 0 else RunDir(run.path / "nodes" / str(launch.node)))
+    resolved = _for_launch(resolved, launch)
+    if launch is None and resolved.run.launch.nodes == 1:
+        return _train(verb, words, resolved, flags)
+    from lamplighter.commands.nodes import nodes_of, take_part  # a run on one machine does not load them
+
+    nodes = nodes_of(resolved.run, launch)
+    if nodes is not None and not nodes.is_first:
+        return take_part(resolved, nodes, run, _same_command(verb, words))
+    return _train(verb, words, resolved, flags, nodes)
 
 
 def _for_launch(resolved: Resolved, launch: Launch | None) -> Resolved:
     """As many ranks as the launcher has started processes."""
     train = resolved.run.train
-    if launch is None:
+    if launch is None or launch.ranks is None:
         return resolved
     if train.ranks not in ("auto", launch.ranks):
         raise UsageError(
-            f"{launch.by} has started {launch.ranks} processes, and train.ranks is {train.ranks}",
+            f"{launch.by} has started {launch.ranks} processes here, and train.ranks is {train.ranks}",
             "a rank is a process of the launcher's",
             "leave train.ranks out",
         )
     return replace(resolved, run=replace(resolved.run, train=replace(train, ranks=launch.ranks)))
 
 
-def _run_name(flags: dict[str, Any]) -> str:
+def run_name(flags: dict[str, Any]) -> str:
     yaml: Path | None = flags["run_yaml"]
     if flags["run"] == "":
         raise UsageError("--run is empty", "a run needs a name", "--run my-run")
@@ -108,12 +135,12 @@ def _run_name(flags: dict[str, Any]) -> str:
     return name + ("-test" if flags["test"] else "")
 
 
-def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any]) -> int:
+def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any], nodes: Nodes | None = None) -> int:
     """Take the run and its lock, write its config, stay with the child."""
     from lamplighter.watch.console import Console
 
     began = time.time()
-    run = RunDir(flags["runs_dir"] / _run_name(flags))
+    run = RunDir(flags["runs_dir"] / run_name(flags))
     resume, moved = flags["resume"], None
     if resume == "never" and not is_running(run):
         moved = move_aside(run.path) if run.path.exists() else None
@@ -126,22 +153,47 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         raise cannot_write(run.path, error) from error
     if moved is not None:
         console.say(f"the old run is kept as {moved}")
+    first: FirstNode | None = None
+    code, ended = CRASHED, "node 0 has ended"
     try:
+        if nodes is not None:
+            from lamplighter.commands.nodes import FirstNode
+
+            first = FirstNode.open(run, nodes, resolved.run.launch.secret, resolved.run.train.shard, console)
+        given = resolved  # before this run's own settings are added: what every node must have been given
         if damage := read_status(run)["damage"]:
             console.say(f"WARNING  {damage}; what it said (time and money spent so far) is lost", "bold yellow")
+        mirroring = _mirror_of(run, resolved.run, flags["resume"], console)
         resume = _without_second_return(run, resume, flags["force"], console)
         resolved = _settings_at_resume(run, resolved, console)
-        code = _finished_already(run, resolved, console) if resume == "auto" else None
-        if code is not None:
+        from lamplighter.commands.eval_of_run import Evaluations
+
+        if resume == "auto" and _finished_already(run, resolved, console):
+            code, ended = DONE, f"{run.name} is finished"
+            mirroring.begin()  # what its end had no time for
+            mirroring.finish()
+            Evaluations(run, resolved.run.eval, console.say).finish()
             return code
-        ranks, why = _count_ranks(resolved.run.train)
+        from lamplighter.procs.nvml import count_ranks
+
+        here, why = count_ranks(resolved.run.train.ranks, resolved.run.train.device)
+        card = first.card(given, here) if first else None
+        arrivals = first.gather(card) if first and card else []
+        ranks = here + sum(one.card.ranks for one in arrivals)
         resolved = _with_leaves(run, resolved, ranks)
+        resolved = replace(resolved, run=replace(resolved.run, launch=_of_one_node(resolved.run.launch)))
         if ranks > 1:
-            console.say(f"note  {ranks} ranks: {why}")
-        _refuse_spent_budget(run, resolved.run.budget, verb, words)
+            console.say(f"note  {ranks} ranks: {why}{f', on {len(arrivals) + 1} nodes' if first else ''}")
+        _refuse_spent_budget(run, resolved.run.budget.of_nodes(nodes.count if nodes else 1), verb, words)
         same = _same_settings(run, resolved)
         unrecorded = _write_config(run, resolved, console)
-        from lamplighter.commands.eval_of_run import Evaluations
+        from lamplighter.watch.elsewhere import Elsewhere
+
+        budget, elsewhere = resolved.run.budget, Elsewhere()
+        told: dict[str, str] = {}
+        if first and card:
+            elsewhere, told = first.welcome(arrivals, resolved, here, card)
+            budget = budget.of_nodes(len(arrivals) + 1)
         from lamplighter.watch import keep_awake
         from lamplighter.watch.restart_policy import RestartPolicy  # after the first words: this takes a while
         from lamplighter.watch.supervisor import Supervisor
@@ -150,20 +202,31 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         care = resolved.run.watch
         spec = ChildSpec(
             "train",
-            {"resume": resume, "preset": resolved.preset, "force": flags["force"], "same_settings": same},
+            {
+                "resume": resume,
+                "preset": resolved.preset,
+                "force": flags["force"],
+                "same_settings": same,
+                **({"facts": first.facts_of_run()} if first else {}),
+            },
             resume_command=_same_command(verb, words),
             left_out=_left_out(words),
             steps=resolved.run.train.steps,
-            budget=resolved.run.budget,
+            budget=budget,
             grace_s=care.stop_grace_s,
             began=began,
             lock_fd=lock_fd,
             verbose=flags["verbose"],
             ranks=ranks,
+            elastic=_is_elastic(resolved.run.train),
+            spare=resolved.run.launch.spare,
+            elsewhere=elsewhere,
+            told=told,
         )
         policy = RestartPolicy(care.on_stuck, care.patience_s)
         evaluations = Evaluations(run, resolved.run.eval, console.say)
         evaluations.begin()
+        mirroring.begin()
         awake, words_awake = keep_awake.begin()
         if words_awake:
             console.say(f"note  {words_awake}")
@@ -172,14 +235,16 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             code = Supervisor(run, trainer, policy, care.notify, resolved.run.track).supervise()
         except BaseException:
             evaluations.stop()
+            mirroring.stop()
             raise
         finally:
             if awake is not None:
                 awake.end()
+        if code != DONE:
+            evaluations.stop()
+        mirroring.finish()
         if code == DONE:
             evaluations.finish()
-        else:
-            evaluations.stop()
         _write_page(run, console)
         if code == DONE:
             _say_next(run, resolved.run, console, read_status(run).get("step") or 0)
@@ -188,20 +253,41 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         elif code == BadConfig.code and unrecorded:
             run.config.unlink(missing_ok=True)  # they were not: the right ones must not be refused for these
         return code
+    except LampError as error:
+        code, ended = error.code, error.what
+        raise
     except OSError as error:
         raise cannot_write(run.path, error) from error
     finally:
+        if first is not None:
+            first.close(code, ended)
         console.close()
 
 
-def _count_ranks(train: Train) -> tuple[int, str]:
-    """How many processes share out a step, and why."""
+def _of_one_node(launch: LaunchSection) -> LaunchSection:
+    """Where the nodes meet is said anew at every start: a run may go on on one machine."""
+    return replace(launch, nodes=1, rendezvous=None, node=None, secret=None)
+
+
+def _mirror_of(run: RunDir, settings: Run, resume: str, console: Console) -> Mirroring:
+    """The copies of this run elsewhere, and what of them is newer than what is here."""
+    from lamplighter.mirror.mirroring import Mirroring
+
+    address = settings.save.mirror
+    if address is None:
+        return Mirroring(run, settings.save, "", console.say)
+    from lamplighter.mirror import fetching
+
+    named = fetching.prepare(run, settings, console.say, anew=resume != "auto")
+    console.say(f"note  checkpoints are copied to {mask_address(address)} (save.mirror)")
+    return Mirroring(run, settings.save, named, console.say)
+
+
+def _is_elastic(train: Train) -> bool:
+    """Whether ranks outlive one of them. Not on GPUs: a kernel of NCCL that waits for a dead peer cannot be left."""
     from lamplighter.procs.nvml import cards_here
 
-    if train.ranks != "auto":
-        return train.ranks, "train.ranks"
-    cards = len(cards_here()) if train.device != "cpu" else 0
-    return max(1, cards), "every GPU of this machine" if cards else "on a CPU"
+    return train.device == "cpu" or not cards_here()
 
 
 def _with_leaves(run: RunDir, resolved: Resolved, ranks: int) -> Resolved:
@@ -209,8 +295,7 @@ def _with_leaves(run: RunDir, resolved: Resolved, ranks: int) -> Resolved:
     train = resolved.run.train
     if ranks == 1 or train.micro_batch is not None or newest_first(run.checkpoints):
         return resolved
-    size = -(-train.batch_size // min(ranks, train.batch_size))
-    changed = replace(resolved.run, train=replace(train, micro_batch=size))
+    changed = replace(resolved.run, train=replace(train, micro_batch=leaf_size(train.batch_size, ranks)))
     return replace(
         resolved, run=changed, origin={**resolved.origin, "train.micro_batch": f"derived from {ranks} ranks"}
     )
@@ -277,10 +362,10 @@ def _same_command(verb: str, words: list[str], without: tuple[str, ...] = ()) ->
     while "--resume" in kept:
         at = kept.index("--resume")
         del kept[at : at + 2]
-    return shlex.join(["lamp", verb, *(word for group in _by_flag(kept) if not _has_secret(group) for word in group)])
+    return shlex.join(["lamp", verb, *(word for group in by_flag(kept) if not has_secret(group) for word in group)])
 
 
-def _by_flag(words: list[str]) -> list[list[str]]:
+def by_flag(words: list[str]) -> list[list[str]]:
     """Each flag with its values; what stands before the first flag alone."""
     groups: list[list[str]] = [[]]
     for word in words:
@@ -290,7 +375,7 @@ def _by_flag(words: list[str]) -> list[list[str]]:
     return groups
 
 
-def _has_secret(words: list[str]) -> bool:
+def has_secret(words: list[str]) -> bool:
     """Whether it would be shown with *** in a secret's place: wrong as an address."""
     import shlex
 
@@ -301,17 +386,17 @@ def _has_secret(words: list[str]) -> bool:
 
 def _left_out(words: list[str]) -> str:
     """In words, what `_same_command` does not repeat; empty where that is nothing."""
-    flags = dict.fromkeys(group[0].partition("=")[0] for group in _by_flag(words) if group and _has_secret(group))
+    flags = dict.fromkeys(group[0].partition("=")[0] for group in by_flag(words) if group and has_secret(group))
     return f"{', '.join(flags)}: not repeated in the command, because of a secret; give it again" if flags else ""
 
 
-def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int | None:
+def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> bool:
     """A finished run says so and exits 0, unless train.steps or train.epochs was raised; after an early end, the patience."""
     from lamplighter.config import load_dump
 
     status = read_status(run)
     if status.get("state") != "finished" or not run.config.exists():
-        return None
+        return False
     before = load_dump(run.config)
     old, new = before.train, resolved.run.train
     raised = (new.steps or 0) > number(status.get("steps")) or (
@@ -320,9 +405,9 @@ def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int 
     raised = raised or (before.data.max_chunks or 0) < (resolved.run.data.max_chunks or 0)
     early, patience = status.get("ended_early"), resolved.run.eval.patience
     if early and (not patience or patience > (early.get("since_best") or 0)):
-        return None  # more patience: it goes on
+        return False  # more patience: it goes on
     if raised and not early:
-        return None
+        return False
     if early:
         console.say(
             f"{run.name} is finished, early, at step {status.get('step')} of {status.get('steps')}: {early.get('why')}"
@@ -333,7 +418,7 @@ def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> int 
             f"{run.name} is finished: {status.get('step')} steps. Raise train.steps to go on, or --resume never to begin anew."
         )
     console.say(f"next: lamp generate {_to_generate(run, before)}")
-    return 0
+    return True
 
 
 def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Resolved:
@@ -371,6 +456,8 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
         console.say(f"note  not given, so as this run has it: {'; '.join(kept)}")
     if old.run.watch.notify is not None and resolved.run.watch.notify is None:
         console.say("note  watch.notify is not taken from a run folder: give it again to be told", "bold yellow")
+    if old.run.save.mirror is not None and resolved.run.save.mirror is None:
+        console.say("note  save.mirror is not taken from a run folder: give it again to go on with it", "bold yellow")
     if lost := set(old.run.track.to) - set(resolved.run.track.to):
         again = f"--track.to {' '.join(old.run.track.to)}"
         console.say(
@@ -489,6 +576,8 @@ def train_child(folder: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.config import load_dump
 
         run = load_dump(folder.config)
+        if (count := int(os.environ.get("LAMP_NODES", "1"))) > 1:  # each node saves for itself: nothing is sharded
+            run = replace(run, budget=run.budget.of_nodes(count), train=replace(run.train, shard="none"))
     from lamplighter.commands.start_up import prepare
 
     context, state = prepare(run, folder, request)

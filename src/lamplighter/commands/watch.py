@@ -21,6 +21,7 @@ from lamplighter.rundir import RunDir, is_running, number, read_last_lines, read
 from lamplighter.slot import read_slot
 
 _RECENT_BYTES = 1 << 16  # of events.jsonl
+_RANKS_EVERY_S = 20.0
 
 if TYPE_CHECKING:
     from lamplighter.watch.console import Console
@@ -135,7 +136,7 @@ def _watch_run(run: RunDir) -> int:
     from lamplighter.watch.status import standing_flags, tell_flags
 
     running, status = is_running(run), read_status(run)
-    console = Console(1, whole=running and status.get("verb") != "watch")
+    console = Console(1, whole=running)
     if status["damage"]:
         console.say(f"WARNING  {status['damage']}", "bold yellow")
     flags = standing_flags(status)  # those that went up before we looked
@@ -177,7 +178,6 @@ def _say_recent(run: RunDir, console: Console) -> None:
 def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str, Any]], left: threading.Event) -> None:
     """Events in words, and now: of our own run as we see it, of somebody else's command in the words of its watcher."""
     from lamplighter.config import Budget, load_dump
-    from lamplighter.watch.console import LINE_EVERY_S
     from lamplighter.watch.stall import LOOK_EVERY_S
     from lamplighter.watch.status import Observer, tell
 
@@ -189,6 +189,7 @@ def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str
     observer = Observer(run, [run.events], budget)
     observer.metrics.offset = max(0, observer.metrics.offset - (1 << 20))  # enough for a curve
     observer.status.flags = flags
+    ranks = _Ranks(console)
     while not left.is_set():
         alive, status = is_running(run), read_status(run)
         for event in _look(observer, status):
@@ -197,11 +198,34 @@ def _show_until_the_end(run: RunDir, console: Console, flags: dict[str, dict[str
         observer.status.started = time.monotonic() - number(status.get("spent_s")) - _age_of(status)
         if not alive:
             return
-        if status.get("verb") != "watch":
-            console.show(observer.status)
-        elif time.monotonic() - console.last_line > LINE_EVERY_S:
-            console.say(str(status.get("now", "")))
+        ranks.look(status)
+        observer.status.ranks = ranks.now
+        if status.get("verb") == "watch":
+            observer.status.told = str(status.get("now") or "starting")
+        console.show(observer.status)
         left.wait(LOOK_EVERY_S)
+
+
+class _Ranks:
+    """A line for each rank: part of the page on a terminal; in a pipe now and then, and whenever another one is the slowest."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.now: list[dict[str, Any]] = []
+        self.said_at = -_RANKS_EVERY_S
+        self.said: int | None = None
+
+    def look(self, status: dict[str, Any]) -> None:
+        from lamplighter.watch.rank_lines import rank_lines, ranks_of, slowest
+
+        self.now = ranks_of(status)
+        if not self.now or self.console.display is not None:
+            return
+        found = slowest(self.now)
+        changed = (found and found[0]) != self.said
+        if changed or time.monotonic() - self.said_at > _RANKS_EVERY_S:
+            self.said_at, self.said = time.monotonic(), found and found[0]
+            self.console.say("\n".join(rank_lines(self.now)))
 
 
 def _age_of(status: dict[str, Any]) -> float:

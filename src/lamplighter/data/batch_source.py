@@ -17,6 +17,7 @@ import numpy as np
 from lamplighter.data.batches import (
     Batch,
     BatchLayout,
+    Float64s,
     Int64s,
     Prefetcher,
     TokenStream,
@@ -42,6 +43,29 @@ class HeldOut:
     text: TokenStream | None = None  # None: instruction rows, which are no stream of documents
 
 
+class AnswerSide(Protocol):
+    """The preference pairs that are trained on, or those held back."""
+
+    beta: float  # train.dpo_beta
+    reference: Float64s | None  # the log-probability of each answer by the reference model, before the first step
+
+    @property
+    def pairs(self) -> int: ...
+
+    def in_order(self, size: int, limit: int | None = None) -> Iterator[Batch]:
+        """All of them (or some, evenly spread), so many windows at a time."""
+        ...
+
+
+@dataclass(frozen=True)
+class PairData:
+    """Both sides of the data of a run on preference pairs."""
+
+    train: AnswerSide
+    val: AnswerSide
+    fingerprint: str  # of what the reference model sees, token by token
+
+
 @dataclass(frozen=True)
 class DataFacts:
     """What is known of a run's data before the first step."""
@@ -58,6 +82,7 @@ class DataFacts:
     unigram_loss: float | None = None  # what guessing by token frequency achieves; None: too few tokens to count
     documents: int = 0  # to train on, or examples; 0 = unknown (a stream)
     question: tuple[int, ...] = ()  # of instruction rows: the ids of one that samples may begin with
+    pairs: PairData | None = None  # of preference pairs: what the reference model must look at before the first step
 
     @property
     def steps_per_epoch(self) -> float:

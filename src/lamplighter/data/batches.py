@@ -28,6 +28,7 @@ _AHEAD = 512  # samples whose order is worked out at once
 _CONSTANTS = [np.uint64(number * 0xD1342543DE82EF95 & (1 << 64) - 1) for number in range(6)]
 _ROUNDS = list(zip(_CONSTANTS[::2], _CONSTANTS[1::2], strict=True))
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Float64s = np.ndarray[Any, np.dtype[np.float64]]
 _Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 T = TypeVar("T")
 
@@ -54,6 +55,16 @@ class TokenStream(Protocol):
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Preference pairs in a batch: which tokens belong to which answer, and what the reference model gives each answer."""
+
+    answers: Int64s  # at the learned tokens: 2 x pair for the chosen answer, one more for the rejected one; else -1
+    rows_each: int = 1  # 2: the answers of a pair stand in two rows, one after the other
+    beta: float = 0.1  # train.dpo_beta
+    reference: Float64s | None = None  # log-probabilities, one of each answer of this side of the data, by its number
+
+
+@dataclass(frozen=True)
 class Batch:
     """What one optimizer step (or one step of validation) sees."""
 
@@ -65,6 +76,7 @@ class Batch:
     epoch: float
     real_tokens: int  # targets: what the loss is a mean over
     filled_tokens: int | None = None  # positions that are not padding; none = as many as targets
+    pairs: Pairs | None = None  # preference pairs: then real_tokens counts them
 
     @property
     def filled(self) -> int:

@@ -42,7 +42,7 @@ Parts = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class CacheKind:
-    """Tokens of text, or examples of instruction rows."""
+    """Tokens of text, examples of instruction rows, or what a reference model gives them."""
 
     name: str
     prefix: str
@@ -135,7 +135,7 @@ def _change(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def remove_others(folder: Path, kept: set[str]) -> None:
     """All files but these; a manifest goes first and build.json last, so that a kill in between leaves no seeming whole."""
-    order = {"manifest.json": -1, "examples.json": -1, "build.json": 1}
+    order = {"manifest.json": -1, "examples.json": -1, "reference.json": -1, "build.json": 1}
     for path in sorted(folder.iterdir(), key=lambda path: order.get(path.name, 0)):
         if path.name not in kept:
             path.unlink(missing_ok=True)

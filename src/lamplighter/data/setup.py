@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lamplighter.data.batch_source import BatchSource
     from lamplighter.data.batches import BatchLayout
     from lamplighter.data.chat.example_cache import Examples
+    from lamplighter.data.chat.rows import RowSource
     from lamplighter.data.chat.template import ChatTemplate
     from lamplighter.data.sources import Source
     from lamplighter.data.stream import StreamBatches
@@ -54,7 +55,7 @@ def open_source(run: Run, cache: Path) -> Source:
     with report.phase("data"):
         cache.mkdir(parents=True, exist_ok=True)
         opened: sources.Opened = {}
-        rows = find_rows(data, cache / "file_hashes.json", opened)
+        rows = find_rows(data, cache / "file_hashes.json", opened, pairs=run.train.objective == "dpo")
         if rows is not None and data.weights:
             why = "weights mix text; of instruction rows every one is learned, in an order of its own"
             raise BadConfig("data.weights is set, and the data is instruction rows", why, "leave data.weights out")
@@ -110,6 +111,20 @@ def obtain_tokens(run: Run, cache: Path, source: Source, tokenizer: Tokenizer) -
     return found, is_new
 
 
+def _check_objective(run: Run, source: RowSource) -> None:
+    """Pairs are for train.objective dpo, and nothing else is."""
+    wanted, first = run.train.objective, source.kinds[0]
+    if source.is_pairs and wanted != "dpo":
+        what = "the rows are preference pairs (chosen, rejected), and train.objective is sft"
+        why = "half of each row would be left unread"
+        raise BadConfig(what, why, "--train.objective dpo (or rows of prompt and completion)")
+    if wanted == "dpo" and not source.is_pairs:
+        from lamplighter.data.chat.rows import KIND_WORDS
+
+        why = f"the rows have {KIND_WORDS[first]}: nothing says which of two answers is preferred"
+        raise BadConfig("train.objective dpo needs preference pairs", why, "rows with prompt, chosen, rejected")
+
+
 def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a run on instruction rows; None where it learns from text."""
     from lamplighter.data.chat import template
@@ -117,6 +132,9 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
     from lamplighter.data.chat.template import load_template
 
     if not isinstance(source, RowSource):
+        if run.train.objective == "dpo":
+            why = "the data is text"
+            raise BadConfig("train.objective dpo needs preference pairs", why, "rows with prompt, chosen, rejected")
         if run.data.packing in ("packed", "grouped"):
             raise BadConfig(
                 f"data.packing is {run.data.packing}, and the data is text",
@@ -124,6 +142,7 @@ def choose_template(run: Run, source: Source, tokenizer: Tokenizer) -> ChatTempl
                 "--data.packing auto",
             )
         return None
+    _check_objective(run, source)
     with report.phase("template"):
         if run.model.init_from is not None and run.data.template is None:
             template.check_folder(Path(run.model.init_from))
@@ -197,9 +216,11 @@ def open_batches(run: Run, folder: Path, cache: Path, text: OpenedText) -> Calla
 
 def _lay_out_rows(run: Run, examples: Examples, layout: BatchLayout, takes_segments: bool) -> BatchSource:
     from lamplighter.data.chat.packing import arrange
+    from lamplighter.data.chat.pairs import arrange_pairs
 
     with report.phase("packing"):
-        found = arrange(examples, run.data, layout, takes_segments)
+        lay_out = arrange_pairs if examples.is_pairs else arrange
+        found = lay_out(examples, run.data, layout, takes_segments)
     if run.train.compile is True and found.facts.whole_batches:
         report.warn("every new length of a batch is compiled anew with data.packing grouped; packed has one length")
     return found

@@ -150,16 +150,23 @@ def _look_at_rows(run: Run, source: RowSource, tokenizer: Tokenizer | None, cach
         is_val = columns["is_val"] == 1
         train, val = columns["length"][~is_val], int(columns["length"][is_val].sum())
         how = f"counted: examples {found.folder.name}"
-        return _rows(run, train, 1.0, val=val, how=how, counted=True, vocab_size=tokenizer.vocab_size)
+        return _rows(
+            run, train, 1.0, val=val, how=how, counted=True, vocab_size=tokenizer.vocab_size, pairs=source.is_pairs
+        )
     lengths, share = _sample_rows(source, template)
     val = round(int(lengths.sum()) / share * run.data.val_fraction)
-    how = f"estimated: the first {len(lengths):,} examples, {share:.1%} of {human_bytes(source.total_bytes() or 0)}, with the template"
+    noun, count = ("pairs", len(lengths) // 2) if source.is_pairs else ("examples", len(lengths))
+    how = f"estimated: the first {count:,} {noun}, {share:.1%} of {human_bytes(source.total_bytes() or 0)}, with the template"
     share /= 1 - run.data.val_fraction
-    return _rows(run, lengths, share, val=val, how=how, counted=False, vocab_size=tokenizer.vocab_size)
+    return _rows(
+        run, lengths, share, val=val, how=how, counted=False, vocab_size=tokenizer.vocab_size, pairs=source.is_pairs
+    )
 
 
 def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[Int64s, float]:
-    """The lengths of the first examples, and the share of the rows that they are."""
+    """The lengths of the first examples, and the share of the rows that they are; of pairs, those of both answers."""
+    if source.is_pairs:
+        return _sample_pairs(source, template)
     with report.phase("estimate tokens", total=_ROWS, unit="examples") as p:
         read = list(islice(source.conversations(SetAside(source.policy, quiet=True), template.between), _ROWS + 1))
         share = 1.0 if len(read) <= _ROWS else source.position().bytes_done / max(1, source.total_bytes() or 0)
@@ -169,16 +176,40 @@ def _sample_rows(source: RowSource, template: ChatTemplate) -> tuple[Int64s, flo
     return np.array(lengths, np.int64), max(1e-9, min(1.0, share))
 
 
-def _rows(run: Run, lengths: Int64s, share: float, val: int, how: str, counted: bool, vocab_size: int) -> TokenEstimate:
+def _sample_pairs(source: RowSource, template: ChatTemplate) -> tuple[Int64s, float]:
+    """Two lengths for each pair, each with the prompt."""
+    with report.phase("estimate tokens", total=_ROWS // 2, unit="pairs") as p:
+        read = list(islice(source.pairs(SetAside(source.policy, quiet=True), template.between), _ROWS // 2 + 1))
+        share = 1.0 if len(read) <= _ROWS // 2 else source.position().bytes_done / max(1, source.total_bytes() or 0)
+        encoded = template.encode([side for pair, _ in read[: _ROWS // 2] for side in (pair.chosen, pair.rejected)])
+        p.tick(len(read))
+    lengths = [
+        [len(chosen.ids), len(rejected.ids)]
+        for chosen, rejected in zip(encoded[::2], encoded[1::2], strict=True)
+        if isinstance(chosen, EncodedExample) and isinstance(rejected, EncodedExample)
+    ]
+    return np.array(lengths, np.int64).reshape(-1), max(1e-9, min(1.0, share))
+
+
+def _rows(
+    run: Run, lengths: Int64s, share: float, val: int, how: str, counted: bool, vocab_size: int, pairs: bool = False
+) -> TokenEstimate:
+    """`pairs`: two lengths for each, which share a window; where answers have rows of their own, a batch has two for each pair."""
     seq_len, batch = run.data.seq_len, run.train.batch_size
     positions = np.minimum(np.maximum(0, lengths - 1), seq_len)
+    padded, grouped = positions, run.data.packing == "grouped"
+    if pairs and grouped:  # both answers of a pair are as long as the longer one
+        padded, batch = np.repeat(positions.reshape(-1, 2).max(1), 2), 2 * batch
+    elif pairs:
+        padded = positions = np.minimum(positions.reshape(-1, 2).sum(1), seq_len)
     packing = "packed" if run.data.packing == "auto" else run.data.packing
-    padding = padding_share(positions, _PACKINGS[packing], seq_len, batch)
+    padding = padding_share(padded, _PACKINGS[packing], seq_len, batch)
+    padding = 1 - (1 - padding) * float(positions.sum()) / max(1, float(padded.sum()))
     filled = float(positions.sum()) / share
     rows = filled / (1 - padding) / seq_len
     row_tokens, samples, noun = None, max(1, math.ceil(rows)), "windows"
     if packing == "grouped":
-        samples, noun = max(1, round(len(lengths) / share)), "examples"
+        samples, noun = max(1, round(len(lengths) / (2 if pairs else 1) / share)), "pairs" if pairs else "examples"
         row_tokens = filled / (1 - padding) / samples
     words = f"{how}; data.packing {packing} ({WORDS[packing]})"
     return TokenEstimate(

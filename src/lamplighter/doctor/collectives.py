@@ -1,32 +1,49 @@
-"""Probes of ranks that work together: addresses and ports first, then two local ranks by gloo, act by act.
+"""Probes of ranks that work together: addresses and ports, then the ranks of this run, as many as it would have, act by act.
 
-In:  MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME where they are set; the loopback address and a free port otherwise.
-Out: Findings that name the rank that did not arrive, the owner of a port, the address that leads nowhere.
+In:  MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME where they are set; the settings of the run.
+Out: Findings that name the rank that did not arrive, that is slow or that has other settings, the owner of a port, the address that
+     leads nowhere; what a reduction of the model's gradients takes.
+
+The ranks meet, compare and reduce by train/ranks.py, as they do in a run.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from lamplighter.doctor.probe import Finding, ProbeContext, fault, first_line, ok, skip, warn
 from lamplighter.doctor.runner import patience
-from lamplighter.procs import procfs
+from lamplighter.errors import LampError
+from lamplighter.plan.job import Job, job_of, known_shape, shape_of
+from lamplighter.plan.ranks import idle, reduction_sets, without_idle
+from lamplighter.procs import nvml, procfs
 from lamplighter.procs.child import Child, Say
+from lamplighter.rundir import human_bytes
 
-_ACTS = ("start", "import", "rendezvous", "all-reduce", "barrier", "broadcast", "end")
+if TYPE_CHECKING:
+    import torch
+
+    from lamplighter.train.ranks import World
+
+_ACTS = ("start", "import", "device", "rendezvous", "compare", "compute", "reduce", "end")
 _ACT_S = 12.0
 _IMPORT_S = 40.0
 _REACH_S = 3.0
-_NUMBERS = 1 << 16
+_DEVICE_S = 30.0  # to choose the device and the number format: a trial or two
+_ROUNDS = 3  # reductions; the first one makes connections
+_COMPUTE_S = 0.3
+_SLOW = 1.6  # times slower than the others in the middle: named
+_MEMORY_SHARE = 0.3  # of what is free, for the gradients of all ranks
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -177,12 +194,12 @@ def free_port() -> int:
         return int(trial.getsockname()[1])
 
 
-# ---------------------------------------------------------------- two ranks
+# ---------------------------------------------------------------- the ranks of this run
 
 
 @dataclass
 class Rank:
-    """One of the two, and how far it has come."""
+    """One of them, and how far it has come."""
 
     number: int
     child: Child
@@ -190,98 +207,175 @@ class Rank:
     since: float = field(default_factory=time.monotonic)
     done: bool = False
     error: str = ""
+    advice: str = ""
+    told: dict[str, Any] = field(default_factory=dict)  # device, threads, memory_gb, gflops, reduce_s
 
     def listen(self, wait_s: float = 0.05) -> None:
         for record in self.child.listen(wait_s):
             if "at" in record:
                 self.at, self.since = str(record["at"]), time.monotonic()
             self.done = self.done or bool(record.get("done"))
-            self.error = self.error or str(record.get("error", ""))
+            if "error" in record and not self.error:
+                self.error, self.advice = str(record["error"]), str(record.get("advice", ""))
+            self.told |= record.get("told", {})
 
 
-def two_ranks(context: ProbeContext) -> Iterator[Finding]:
-    """On the loopback address by a free port; then where the environment says, if that is here and the port is free."""
-    yield trial("127.0.0.1", free_port(), context.now)
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not address or not _is_port(port):
-        return
-    try:
-        here = _is_here(_resolve(address, int(port)))
-    except OSError:  # told by the probe of the address
-        here = False
-    if here and _is_free(int(port)):
-        yield trial(address, int(port), context.now)
-    else:
-        yield skip(f"not tried at {address}:{port}: it is not free, or not here")
+def ranks_of_run(context: ProbeContext) -> Iterator[Finding]:
+    """As many as the run would have; of a run with one, two are tried all the same."""
+    train = context.run.train
+    wanted, why = nvml.count_ranks(train.ranks, train.device)
+    count = max(2, wanted)
+    job = _job(context, count)
+    if lazy := idle(job, count) if wanted > 1 else 0:
+        what = f"{lazy} of {count} ranks would stay idle: a step has {job.accumulation} micro-batches to share out"
+        yield warn(
+            what,
+            f"train.micro_batch {job.micro_batch}, train.tree {job.tree}",
+            f"for a new run {without_idle(job, count)}",
+        )
+    said = f"{count} ranks ({why})" if wanted > 1 else "2 ranks (two on trial: this run has one)"
+    yield from trial(requests(context, job, count), said, context.now)
 
 
-def trial(address: str, port: int, now: Callable[[str], None], act_s: float = _ACT_S) -> Finding:
-    """Two processes go through every act; the first that fails or is late ends it, with who and where."""
-    act_s, started, place = act_s * patience(), time.monotonic(), f"{address}:{port}"
-    ranks = [_start(number, address, port, act_s) for number in range(2)]
+def _job(context: ProbeContext, count: int) -> Job:
+    """In numbers; of a model of one's own only its own code knows them, and a usual size stands for it."""
+    run = context.run
+    shape = known_shape(run) or shape_of(run)
+    return job_of(run, shape, 1, "fp32", ranks=count)
+
+
+def requests(context: ProbeContext, job: Job, count: int) -> list[dict[str, Any]]:
+    """What each rank is told: the settings, and as many gradients as the model has, or as fit into the memory that is free."""
+    sets = max(2.0, reduction_sets(job, count) + 1)
+    room = int(_MEMORY_SHARE * procfs.memory_available() / (4 * sets * count))
+    place = context.scratch / f"meeting-{os.getpid()}-{time.monotonic_ns()}"
+    whole = {"run": asdict(context.run), "place": str(place), "nodes": job.nodes, "gradients": job.trained}
+    return [{**whole, "numbers": min(job.trained, room), "rank": rank, "ranks": count} for rank in range(count)]
+
+
+def trial(
+    asked: list[dict[str, Any]], words: str, now: Callable[[str], None], act_s: float = _ACT_S
+) -> Iterator[Finding]:
+    """Every rank goes through every act; the first that fails or is late ends it, with who and where."""
+    act_s, started = act_s * patience(), time.monotonic()
+    ranks = [_start(request) for request in asked]
     try:
         while not all(rank.done for rank in ranks):
             for rank in ranks:
-                rank.listen()
-            now(f"{place}: " + ", ".join(f"rank {rank.number} at {rank.at}" for rank in ranks))
-            for rank in ranks:
-                if (found := _failed_or_died(rank, ranks[1 - rank.number], place)) is not None:
-                    return found
-            if (found := _late(ranks, place, act_s)) is not None:
-                return found
+                rank.listen(0.05 / len(ranks))
+            now(_where(ranks))
+            found = _died(ranks) or _failed(ranks) or _late(ranks, act_s)
+            if found is not None:
+                yield found
+                return
     finally:
         for rank in ranks:
             rank.child.end()
-    took = time.monotonic() - started
-    what = f"two ranks met at {place}: all-reduce, barrier and broadcast are right ({took:.1f} s)"
-    return ok(what, figures={"seconds": took})
+    yield from judge_ranks([rank.told for rank in ranks], asked[0], words, time.monotonic() - started)
 
 
-def _start(number: int, address: str, port: int, act_s: float) -> Rank:
-    request = {"rank": number, "ranks": 2, "address": address, "port": port, "act_s": 3 * act_s}
-    alone = {"OMP_NUM_THREADS": "1", "RANK": str(number)}
-    return Rank(number, Child("lamplighter.doctor.collectives:one_rank", request, alone))
+def _where(ranks: list[Rank]) -> str:
+    """Who is at what: the first few of each act."""
+    acts = [(act, [rank.number for rank in ranks if rank.at == act]) for act in _ACTS]
+    return ", ".join(
+        f"rank {' '.join(map(str, numbers[:4]))}{' ...' if len(numbers) > 4 else ''} at {act}"
+        for act, numbers in acts
+        if numbers
+    )
 
 
-def _failed_or_died(rank: Rank, other: Rank, place: str) -> Finding | None:
-    ended, where, why = rank.child.has_ended(), {"rank": rank.number}, f"rank {other.number} was at {other.at}"
-    if ended and not rank.done:
+def judge_ranks(told: list[dict[str, Any]], asked: dict[str, Any], words: str, took_s: float) -> Iterator[Finding]:
+    """They met and what they computed is right: what a reduction takes, what each of them has, and who is slow."""
+    seconds, whole, tried = max(one["reduce_s"] for one in told), asked["gradients"], asked["numbers"]
+    of = "" if tried == whole else f" (by arithmetic from {human_bytes(4 * tried)}, which fit here)"
+    reduce_s = seconds * whole / tried
+    figures = {"seconds": took_s, "reduce_s": reduce_s, "gradient_bytes": 4.0 * whole}
+    yield ok(
+        f"{words} met and have the same settings; adding up {human_bytes(4 * whole)} of gradients takes {reduce_s:.3g} s a step{of}",
+        figures=figures,
+    )
+    middle = sorted(one["gflops"] for one in told)[len(told) // 2]
+    for rank, one in enumerate(told):
+        what = f"rank {rank}: {one['device']}, {one['threads']} threads, {one['memory_gb']:.1f} GB free, {one['gflops']:,.0f} GFLOP/s"
+        numbers = {name: float(one[name]) for name in ("threads", "memory_gb", "gflops", "reduce_s")}
+        if one["gflops"] * _SLOW < middle:
+            why = "every step takes as long as its slowest rank"
+            advice = "look at its device: other processes on it, its clock, its threads"
+            yield warn(
+                f"{what}: slow, others have {middle:,.0f}",
+                why,
+                advice,
+                "slow_rank",
+                culprit={"rank": rank},
+                figures=numbers,
+            )
+        else:
+            yield ok(what, figures=numbers)
+
+
+def _start(request: dict[str, Any]) -> Rank:
+    number = request["rank"]
+    env = {"LAMP_RANK": str(number), "LAMP_WORLD": str(request["ranks"])}
+    return Rank(number, Child("lamplighter.doctor.collectives:one_rank", request, env))
+
+
+def _others(rank: Rank, ranks: list[Rank]) -> str:
+    return _where([one for one in ranks if one is not rank])
+
+
+def _died(ranks: list[Rank]) -> Finding | None:
+    """Who is gone without a word; before those who have lost it."""
+    for rank in ranks:
+        if not rank.child.has_ended() or rank.done:
+            continue
         rank.listen()  # its last words
-    if rank.error:
-        what = f"rank {rank.number} failed in {rank.at} at {place}: {rank.error}"
-        advice = "check GLOO_SOCKET_IFNAME, /etc/hosts and the firewall of this machine"
-        return fault(what, why, advice, "no_peer", culprit=where)
-    if not ended or rank.done:
+        if rank.done or rank.error:
+            continue
+        rank.child.end()
+        outcome = rank.child.outcome()
+        what, why = f"rank {rank.number} {outcome.how()} in {rank.at}", _others(rank, ranks)
+        why += f"; its last words: {outcome.last_line or 'none'}"
+        advice = "lamp watch -- CMD keeps the evidence of such a death"
+        return fault(what, why, advice, "rank_sigkill", culprit={"rank": rank.number})
+    return None
+
+
+def _failed(ranks: list[Rank]) -> Finding | None:
+    """Who has raised: first who has not merely lost a peer."""
+    failed = sorted((rank for rank in ranks if rank.error), key=lambda rank: rank.error.startswith("PeerLost"))
+    if not failed:
         return None
-    rank.child.end()
-    outcome = rank.child.outcome()
-    why += f"; its last words: {outcome.last_line or 'none'}"
-    advice = "lamp watch -- CMD keeps the evidence of such a death"
-    return fault(f"rank {rank.number} {outcome.how()} in {rank.at}", why, advice, "rank_sigkill", culprit=where)
+    rank = failed[0]
+    advice = rank.advice or "check GLOO_SOCKET_IFNAME, /etc/hosts and the firewall of this machine"
+    if other := re.match(r"rank (\d+) has other ", rank.error):  # every rank says so, of one of them
+        return fault(rank.error, _others(rank, ranks), advice, "other_run", culprit={"rank": int(other.group(1))})
+    what = f"rank {rank.number} failed in {rank.at}: {rank.error}"
+    return fault(what, _others(rank, ranks), advice, "no_peer", culprit={"rank": rank.number})
 
 
-def _late(ranks: list[Rank], place: str, act_s: float) -> Finding | None:
+def _late(ranks: list[Rank], act_s: float) -> Finding | None:
     """The rank that did not arrive; None while all goes well."""
-    last = min(ranks, key=lambda rank: _ACTS.index(rank.at))
-    other = ranks[1 - last.number]
-    alone = other.at != last.at  # one waits for the other: how long it waits counts, not how long the other is at it
-    waited = time.monotonic() - (other.since if alone else max(last.since, other.since))
-    limit = _IMPORT_S * patience() if other.at in ("start", "import") else act_s
+    last = min(ranks, key=lambda rank: (_ACTS.index(rank.at), rank.number))
+    ahead = [rank for rank in ranks if _ACTS.index(rank.at) > _ACTS.index(last.at)]
+    waits = max((rank for rank in ranks if rank is not last), key=lambda rank: time.monotonic() - rank.since)
+    alone = len(ahead) == len(ranks) - 1  # all others wait for it: how long they wait counts, not how long it is at it
+    waited = time.monotonic() - (min(rank.since for rank in ahead) if alone else max(rank.since for rank in ranks))
+    at = min(ahead, key=lambda rank: _ACTS.index(rank.at)).at if alone else last.at
+    limits = {"start": _IMPORT_S, "import": _IMPORT_S, "device": _DEVICE_S}
+    limit = limits[at] * patience() * max(1.0, len(ranks) / 4) if at in limits else act_s
     if waited < limit or last.done:
         return None
     if alone:
-        what = (
-            f"rank {last.number} did not arrive at {other.at}: it is at {last.at}, and rank {other.number} has waited"
-        )
-        what += f" for {waited:.0f} s"
+        who = f"rank {waits.number} has" if len(ranks) == 2 else f"{len(ahead)} others have"
+        what = f"rank {last.number} did not arrive at {at}: it is at {last.at}, and {who} waited for {waited:.0f} s"
     else:
-        what = f"both ranks wait in {last.at} at {place} for {waited:.0f} s"
+        what = f"{sum(rank.at == last.at for rank in ranks)} of {len(ranks)} ranks wait in {last.at} for {waited:.0f} s"
     return fault(
         what,
         f"the process of rank {last.number} is {procfs.look(last.child.pid).words}",
         "check GLOO_SOCKET_IFNAME and the firewall; lamp watch -- torchrun ... names it in your own run",
         "rank_late" if alone else "no_peer",
-        culprit={"rank": last.number, "act": other.at, "pid": last.child.pid},
+        culprit={"rank": last.number, "act": at, "pid": last.child.pid},
     )
 
 
@@ -289,33 +383,80 @@ def _late(ranks: list[Rank], place: str, act_s: float) -> Finding | None:
 
 
 def one_rank(request: dict[str, Any], say: Say) -> None:
-    """One record before and after each act: rendezvous, all-reduce, barrier, broadcast; each result is checked."""
-    rank, ranks = request["rank"], request["ranks"]
+    """As a rank of the run does it: its device, the meeting, the same settings; then gradients of the model's size, added up."""
     say(at="import")
     import torch
-    import torch.distributed as dist
 
-    limit = timedelta(seconds=request["act_s"])
+    from lamplighter.config import validated
+    from lamplighter.train import exactness, hardware, ranks
+
     try:
+        say(at="device")
+        run, world = validated(request["run"]), ranks.world_of(os.environ)
+        machine = hardware.detect(run.train, shape=known_shape(run), world=world)
+        device = machine.device
+        say(told={"device": machine.name, "threads": machine.threads, "memory_gb": _free_gb(device)})
         say(at="rendezvous")
-        address, port = request["address"], request["port"]
-        store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=limit)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
-        say(at="all-reduce")
-        numbers = torch.full((_NUMBERS,), float(rank + 1))
-        dist.all_reduce(numbers)
-        if not bool((numbers == ranks * (ranks + 1) / 2).all()):
-            raise ArithmeticError(f"1 + 2 gave {numbers[0].item()}")
-        say(at="barrier")
-        dist.barrier()
-        say(at="broadcast")
-        sent = torch.arange(_NUMBERS) if rank == 0 else torch.zeros(_NUMBERS, dtype=torch.int64)
-        dist.broadcast(sent, src=0)
-        if not torch.equal(sent, torch.arange(_NUMBERS)):
-            raise ArithmeticError("what arrived is not what was sent")
+        ranks.meet(world, Path(request["place"]), "nccl" if device.type == "cuda" else "gloo")
+        say(at="compare")
+        facts = {"settings": exactness.short_hash(repr(run)), "torch": exactness.short_hash(torch.__version__)}
+        ranks.refuse_strangers(world, facts, device)
+        say(at="compute")
+        say(told={"gflops": _gflops(device)})
+        say(at="reduce")
+        took = min(_reduced(request, world, device) for _ in range(_ROUNDS))
+        say(told={"reduce_s": took})
         say(at="end")
-        dist.barrier()  # rank 0 keeps the store: it may not leave before the other has done
+        ranks.sum_in_order(world, {world.rank: torch.ones(())}, world.size, device)  # nobody leaves before the others
+    except LampError as error:
+        say(error=error.what, advice=error.next)
     except Exception as error:  # noqa: BLE001  whatever it is, it is told
         say(error=f"{type(error).__name__}: {first_line(error)}")
     else:
         say(done=True)
+
+
+def _free_gb(device: torch.device) -> float:
+    import torch
+
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else procfs.memory_available()
+    return round(free / 1e9, 2)
+
+
+def _gflops(device: torch.device) -> float:
+    """A matrix product, again and again while the other ranks do the same: what a rank has when all of them work."""
+    import torch
+
+    size = 2048 if device.type == "cuda" else 512
+    one = torch.ones(size, size, device=device)
+    rounds, began = 0, time.perf_counter()
+    while time.perf_counter() - began < _COMPUTE_S:
+        float((one @ one)[0, 0])  # a number is only there when the work is done
+        rounds += 1
+    return 2e-9 * size**3 * rounds / (time.perf_counter() - began)
+
+
+def _reduced(request: dict[str, Any], world: World, device: torch.device) -> float:
+    """Seconds of one reduction of the step's tree; what comes out is checked."""
+    import torch
+
+    from lamplighter.train import ranks
+    from lamplighter.train.gradient_tree import GradientTree
+
+    nodes = request["nodes"]
+    parameter = torch.nn.Parameter(torch.zeros(request["numbers"], device=device))
+    tree = GradientTree([parameter], nodes)
+    for place in world.node_range(nodes):
+        parameter.grad = torch.full_like(parameter, place + 1.0)
+        tree.add(place, torch.ones((), device=device))
+    ranks.sum_in_order(world, {world.rank: torch.ones(())}, world.size, device)  # all begin together
+    began = time.perf_counter()
+    loss, votes = ranks.reduce(world, tree, [float(world.rank + 1) if world.rank < nodes else 0.0])
+    busy = min(nodes, world.size)
+    if float(loss) != nodes or votes != [busy * (busy + 1) / 2]:
+        raise ArithmeticError(f"{nodes} losses of 1 and the votes 1 to {busy} gave {float(loss)} and {votes}")
+    took = time.perf_counter() - began
+    wanted = nodes * (nodes + 1) / 2
+    if parameter.grad is None or not bool((parameter.grad == wanted).all()):
+        raise ArithmeticError(f"1 + ... + {nodes} gave something else than {wanted:g}")
+    return took

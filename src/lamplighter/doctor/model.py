@@ -37,7 +37,7 @@ from lamplighter.doctor.probe import (
 from lamplighter.doctor.sample_data import SampledRun, take
 from lamplighter.errors import BadData, LampError
 from lamplighter.model.build import Built, build
-from lamplighter.model.shape import count_parameters
+from lamplighter.model.shape import count_parameters, hidden_parameters
 from lamplighter.plan.job import known_shape, shape_of
 from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
@@ -213,11 +213,16 @@ def _layers_that_fit(run: Run, vocab_size: int, remarks: list[Finding]) -> Model
     section, have = run.model, available_bytes()
     if section.init_from is not None or ":" in section.family:
         return section
-    shape, each, layers = shape_of(run, vocab_size), run.train.optimizer_kind.training_bytes, section.layers
-    while layers > 1 and each * count_parameters(replace(shape, layers=layers)) > _FITS * have:
+    shape, layers = shape_of(run, vocab_size), section.layers
+
+    def need_of(some: int) -> int:
+        cut = replace(shape, layers=some)
+        return run.train.optimizer_kind.training(count_parameters(cut), hidden_parameters(cut))
+
+    while layers > 1 and need_of(layers) > _FITS * have:
         layers = max(1, layers // 2)
     if layers < section.layers:
-        need = human_bytes(each * count_parameters(shape))
+        need = human_bytes(need_of(section.layers))
         what = f"the model is examined with {layers} of its {section.layers} layers"
         why = f"all of it takes {need} for weights, gradients and optimizer; {human_bytes(have)} are free here"
         remarks.append(warn(what, why, "lamp plan", "rss_oom"))

@@ -160,7 +160,7 @@ _RUN = (
 )
 _RANKS = (
     _probe("collectives / address and port", "collectives:address_and_port", 30),
-    _probe("collectives / two ranks", "collectives:two_ranks", 90),
+    _probe("collectives / ranks of this run", "collectives:ranks_of_run", 180),
 )
 _ALL = (*_MACHINE, *_RUN, *_RANKS)
 SELF_TESTS = (

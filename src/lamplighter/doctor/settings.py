@@ -53,7 +53,7 @@ class PlanFigures:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return self.optimizer.checkpoint_bytes * int(self.figures["params"])
+        return self.optimizer.checkpoint(int(self.figures["params"]), int(self.figures.get("hidden", 0)))
 
     @property
     def seconds(self) -> float:

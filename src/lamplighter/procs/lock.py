@@ -6,6 +6,7 @@ Out: whether the lock was got, or is held by somebody. Nothing waits here; who w
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -58,3 +59,19 @@ def is_held(path: Path) -> bool:
         return not try_lock(fd, shared=True)
     finally:
         os.close(fd)
+
+
+def keep_to_ourselves(descriptors: list[int]) -> None:
+    """The run's lock and its like are for this process and nothing that it starts: a process that the user's code leaves behind
+    would keep the run locked, the asker's pipe open and the memory of the state taken."""
+    files = {fd: os.fstat(fd) for fd in descriptors}
+
+    def let_go() -> None:
+        for fd, file in files.items():
+            with contextlib.suppress(OSError):  # the user's code has closed it already
+                if os.path.samestat(os.fstat(fd), file):
+                    os.close(fd)
+
+    for fd in descriptors:
+        os.set_inheritable(fd, False)
+    os.register_at_fork(after_in_child=let_go)

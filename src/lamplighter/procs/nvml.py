@@ -86,6 +86,14 @@ def visible(asked: str | None, uuids: Sequence[str]) -> list[int]:
     return found
 
 
+def count_ranks(asked: int | str, device: str) -> tuple[int, str]:
+    """How many processes share out a step (train.ranks, train.device), and why."""
+    if isinstance(asked, int):
+        return asked, "train.ranks"
+    cards = len(cards_here()) if device != "cpu" else 0
+    return max(1, cards), "every GPU of this machine" if cards else "on a CPU"
+
+
 def cards_here() -> list[tuple[str, float]]:
     """Name and memory (GiB) of every GPU of this machine that CUDA_VISIBLE_DEVICES leaves us, as the driver tells."""
     if (tool := shutil.which("nvidia-smi")) is None:

@@ -250,6 +250,20 @@ def die_first() -> None:
         return
 
 
+def yield_cores(niceness: int) -> None:
+    """Others get the cores first, also those of other sessions.
+
+    Linux shares cores between sessions before it looks at the niceness of their processes (sched(7), autogroup): a process that is
+    alone in its session takes as much as a training in another one, however nice it is, unless the session is.
+    """
+    os.nice(niceness)
+    try:
+        if os.getsid(0) == os.getpid():  # nobody else is made slower by it
+            Path("/proc/self/autogroup").write_text(str(niceness))
+    except OSError:  # a kernel or a system without it: then niceness is all there is
+        return
+
+
 def boot_id() -> str:
     """Another one after every boot."""
     return by_psutil.boot_id() if BY_PSUTIL else read("/proc/sys/kernel/random/boot_id").strip()

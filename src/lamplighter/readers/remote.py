@@ -309,9 +309,14 @@ def _no_package(url: str, error: ImportError) -> InputMissing:
     return InputMissing(f"cannot open {url}", f"a package for this kind of address is missing: {why}", _install(url))
 
 
-def _install(url: str) -> str:
+def package_for(url: str) -> str:
+    """The package that fsspec needs for an address of this kind; empty where it needs none, or none is known."""
     packages = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs"}
-    package = packages.get(url.split("://")[0].split("::")[-1])
+    return packages.get(url.split("://")[0].split("::")[-1], "")
+
+
+def _install(url: str) -> str:
+    package = package_for(url)
     return f"pip install {package}" if package else "see the fsspec documentation for the package it needs"
 
 
@@ -350,7 +355,8 @@ def find_remote(entry: str, retry_s: float) -> list[RemoteFile]:
     return full
 
 
-def _stored(entry: str, first_s: float) -> list[tuple[str, Opener]]:
+def open_system(entry: str) -> tuple[Any, str]:
+    """The fsspec file system of an address, and the path in it."""
     try:
         import fsspec
     except ImportError as error:
@@ -359,7 +365,6 @@ def _stored(entry: str, first_s: float) -> list[tuple[str, Opener]]:
             f"cannot open {safe_url(entry)}", "such addresses need the package fsspec", advice
         ) from error
 
-    retries = Retries(safe_url(entry), host_of(entry), first_s, "a first contact")
     try:
         system, path = fsspec.core.url_to_fs(entry)
     except ImportError as error:
@@ -368,6 +373,12 @@ def _stored(entry: str, first_s: float) -> list[tuple[str, Opener]]:
         raise InputMissing(
             f"cannot open {safe_url(entry)}", str(error)[:200], "check the beginning of the address"
         ) from error
+    return system, str(path)
+
+
+def _stored(entry: str, first_s: float) -> list[tuple[str, Opener]]:
+    system, path = open_system(entry)
+    retries = Retries(safe_url(entry), host_of(entry), first_s, "a first contact")
     names = _persist(lambda _: _answered(lambda: _listed(system, path), safe_url(entry)), retries)
     if not names:
         what = "nothing matches" if any(letter in path for letter in "*?[") else "no text in"

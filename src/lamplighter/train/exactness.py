@@ -209,6 +209,10 @@ def hash_of(tensor: torch.Tensor) -> str:
     return str(xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data))
 
 
+def hash_of_all(tensors: dict[str, torch.Tensor]) -> str:
+    return short_hash(*(hash_of(one) for one in tensors.values()))
+
+
 # ---------------------------------------------------------------- steps that are done again
 
 
@@ -252,7 +256,7 @@ class Redone:
 # ---------------------------------------------------------------- words
 
 
-def words(found: GradientProbe | None, redone: Redone, machine: Machine) -> str:
+def words(found: GradientProbe | None, redone: Redone, machine: Machine, sharded: bool = False) -> str:
     """ "exact: proved here (probe 3 of 3, 41 redone steps equal)", or what is not, and that nothing is lost by it."""
     where = "CPU" if machine.device.type == "cpu" else "GPU"
     done = f"{redone.equal:,} redone step{'s' if redone.equal != 1 else ''} equal" if redone.equal else ""
@@ -263,7 +267,8 @@ def words(found: GradientProbe | None, redone: Redone, machine: Machine) -> str:
     elif redone.first_other:
         why = f"step {redone.first_other}, done again, is not what it was"
     elif found is None:
-        return f"exact: {done or 'not tried, as code of your own is called for steps alone; steps done again are compared'}"
+        why = "each rank probes by itself, and none holds the whole model" if sharded else "code of your own is called for steps alone"  # fmt: skip
+        return f"exact: {done or f'not tried, as {why}; steps done again are compared'}"
     else:
         times = f"probe {found.passes} of {found.passes}" if found.passes > 1 else "probe as at the first start"
         return f"exact: proved here ({', '.join(filter(None, (times, done)))})"

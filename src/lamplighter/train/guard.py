@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 
 from lamplighter import report
-from lamplighter.config import Budget, Save
+from lamplighter.config import Budget, Run, Save
+from lamplighter.config.recipe import misfits
 from lamplighter.errors import BadConfig
 from lamplighter.report import Verdict
 from lamplighter.rundir import dollars
@@ -74,6 +75,17 @@ def explain_schedule(schedule: Schedule) -> None:
             f"warm-up takes {share:.0%} of the run ({schedule.warmup} of {schedule.steps} optimizer steps);"
             f" under 10 % is usual: --train.warmup_steps {max(1, schedule.steps // 20)}"
         )
+
+
+def warn_misfits(run: Run, flops_per_token: float, steps: int, step_tokens: float) -> None:
+    """Batch, rate and steps that do not fit each other."""
+    train = run.train
+    if run.model.init_from is None:
+        for words in misfits(
+            optimizer=train.optimizer, lr=train.lr, batch_size=train.batch_size, flops_per_token=flops_per_token,
+            steps=steps, step_tokens=step_tokens,
+        ):  # fmt: skip
+            report.warn(words)
 
 
 def refuse_long_runs(save: Save, preset: str | None, expected_s: float, steps: int, force: bool) -> None:

@@ -25,13 +25,12 @@ from lamplighter import gpus
 from lamplighter.config import Train
 from lamplighter.errors import BadConfig
 from lamplighter.model import cpu, varlen
-from lamplighter.model.shape import BLOCK_ATTENTION_TOKENS, Shape
+from lamplighter.model.shape import BLOCK_ATTENTION_TOKENS, FAMILIES, Shape
 from lamplighter.procs import procfs
 from lamplighter.procs.pool import usable_cores
 from lamplighter.train import bf16
 from lamplighter.train.ranks import ALONE, World
 
-_FAMILIES = ("gpt2", "llama")
 _COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble
 _LLAMA_COMPILE_GAIN = 0.05  # with torch's attention, on a CPU: docs/decisions/021-kernels.md
 _GPU_COMPILE_GAIN = 0.1
@@ -130,11 +129,14 @@ def detect(
         os.environ.setdefault(bf16.ISA_LIMIT, limit)
     reasons: list[str] = []
     device = _choose_device(section, reasons, world)
-    threads = section.threads or before.get("threads") or max(1, usable_cores() // world.size)
+    told = int(
+        os.environ.get("LAMP_THREADS", "0")
+    )  # by the parent, where ranks of several machines must have equally many
+    threads = section.threads or before.get("threads") or told or max(1, usable_cores() // world.size)
     torch.set_num_threads(threads)
     why = "train.threads" if section.threads else "as before" if before else "the cores this process may use"
     if world.size > 1 and why.startswith("the cores"):
-        why = f"{usable_cores()} cores for {world.size} ranks"
+        why = "what every node has for each of its ranks" if told else f"{usable_cores()} cores for {world.size} ranks"
     reasons.append(f"{threads} thread{'s' if threads != 1 else ''}: {why}")
     allowed = os.environ.get(bf16.ISA_LIMIT)
     dtype = _choose_dtype(section, device, before.get("dtype"), shape, reasons)
@@ -144,7 +146,6 @@ def detect(
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {DTYPE_NAMES[dtype]}: {how}")
     late = device.type == "cuda"
-    peak *= world.size  # of all ranks together, as the tokens of a step are
     return Machine(device, dtype, threads, name, peak_flops=peak, reasons=tuple(reasons), reads_late=late)
 
 
@@ -163,7 +164,7 @@ def choose_compile(
         return section.compile, "train.compile"
     if before is not None:
         return before, "as before"
-    if family not in _FAMILIES:
+    if family not in FAMILIES:
         return False, "a model of your own is compiled if you ask for it"
     if not one_shape:
         return False, "every length would be compiled"
@@ -181,7 +182,12 @@ def choose_compile(
 def _cpu_compile_gain(family: str, dtype_name: str, seq_len: int) -> float:
     """Share of the time that it saves; nothing where attention is a kernel of our own, which a compiled block does not use."""
     own_attention = dtype_name == "bf16" and seq_len <= BLOCK_ATTENTION_TOKENS
-    return _LLAMA_COMPILE_GAIN if family == "llama" and not own_attention else 0.0
+    return _LLAMA_COMPILE_GAIN if family != "gpt2" and not own_attention else 0.0
+
+
+def may_use_gpu(section: Train) -> bool:
+    """Whether a GPU would be chosen; this makes no context on it."""
+    return section.device == "cuda" or (section.device == "auto" and torch.cuda.is_available())
 
 
 def _choose_device(section: Train, reasons: list[str], world: World) -> torch.device:
@@ -194,16 +200,16 @@ def _choose_device(section: Train, reasons: list[str], world: World) -> torch.de
         why = "the Apple GPU is not supported yet" if torch.backends.mps.is_available() else "no GPU found"
         reasons.append("on the CPU: " + ("train.device" if section.device == "cpu" else why))
         return torch.device("cpu")
-    if world.size > count:
+    local = int(os.environ.get("LAMP_LOCAL_RANK", world.rank))  # of this machine, where the run has several
+    here = 1 + local if "LAMP_LOCAL_RANK" in os.environ else world.size
+    if here > count:
         raise BadConfig(
-            f"{world.size} ranks, and torch sees {count} GPUs", "a rank needs one of its own", f"--train.ranks {count}"
+            f"{here} ranks, and torch sees {count} GPUs", "a rank needs one of its own", f"--train.ranks {count}"
         )
     torch.backends.cuda.matmul.allow_tf32 = True
-    torch.cuda.set_device(world.rank)
-    reasons.append(
-        f"{count} GPU{'s' if count > 1 else ''} found, using {world.size}: {torch.cuda.get_device_name(world.rank)}"
-    )
-    return torch.device("cuda", world.rank)
+    torch.cuda.set_device(local)
+    reasons.append(f"{count} GPU{'s' if count > 1 else ''} found, using {here}: {torch.cuda.get_device_name(local)}")
+    return torch.device("cuda", local)
 
 
 def _choose_dtype(
@@ -245,6 +251,8 @@ def _peak(device: torch.device, dtype: torch.dtype, name: str) -> tuple[float, s
 def _measured_gemm(device: torch.device, dtype: torch.dtype, budget_s: float = 0.25) -> float:
     """The best rate of a square matrix product within a short time; on a CPU, time that other processes took is not counted."""
     size = _GEMM_SIZE[device.type]
+    if device.type == "cpu" and _is_slow(dtype, size, budget_s):
+        size //= 4
     a = torch.ones(size, size, dtype=dtype, device=device)
     a @ a
     best, until = 0.0, time.perf_counter() + budget_s
@@ -258,6 +266,15 @@ def _measured_gemm(device: torch.device, dtype: torch.dtype, budget_s: float = 0
             took = min(took, (time.process_time() - worked) / torch.get_num_threads() or took)
         best = max(best, 2 * size**3 / took)
     return best
+
+
+def _is_slow(dtype: torch.dtype, size: int, budget_s: float) -> bool:
+    """Whether one product would take far longer than may be spent, by a small one: fp16 on many processors, seconds for 1024."""
+    a = torch.ones(size // 8, size // 8, dtype=dtype)
+    a @ a
+    worked = time.process_time()
+    a @ a
+    return 8**3 * (time.process_time() - worked) / torch.get_num_threads() > 4 * budget_s
 
 
 def attention_kernel(where: Machine, compiled: bool, seq_len: int, dropout: float, ours: bool) -> str:

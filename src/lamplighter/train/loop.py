@@ -19,9 +19,20 @@ import torch
 from lamplighter import device_faults, read_back, report
 from lamplighter.data.batches import Batch
 from lamplighter.errors import BadData, Diverged, StoppedEarly
-from lamplighter.model.weights import load_weights, weights
+from lamplighter.model.weights import load_weights
 from lamplighter.rundir import CACHE_NAME, free_bytes, read_last_lines, step_of
-from lamplighter.train import checkpoint, exactness, guard, hardware, loss_scale, path, ranks, replay
+from lamplighter.train import (
+    checkpoint,
+    exactness,
+    guard,
+    hardware,
+    joining,
+    loss_scale,
+    path,
+    preference,
+    ranks,
+    replay,
+)
 from lamplighter.train.anomalies.detector import announce, recall
 from lamplighter.train.anomalies.history import Facts
 from lamplighter.train.async_save import PendingSave
@@ -55,11 +66,6 @@ def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRe
     """Hand out the steps; leaving the block makes the last completed one durable."""
     context.source.start(state.progress.step + 1, state.progress.stream)
     checkpointer = Checkpointer(context, state)
-    progress = state.progress
-    report.number(steps=state.steps, step=progress.step, durable_step=checkpointer.durable)
-    report.number(tokens=progress.tokens, mean_loss=progress.mean_loss, best_step=progress.best_step)
-    if progress.best_val_loss is not None:
-        report.number(best_loss=progress.best_val_loss)
     report.when_asked(stop=checkpointer.stop, save=checkpointer.save_for_others)
     context.model.train()
     good, loop = True, _Loop(context, state, checkpointer)
@@ -73,11 +79,11 @@ def training(context: RunContext, state: TrainState) -> Iterator[Iterator[StepRe
         good = False  # rank 0 may be in the middle of a save, and the durable step counts
         if report.stopping():  # rank 0 has saved and left
             raise StoppedEarly(report.stop_reason()) from None
-        ranks.wait_for_the_parent()
         raise
     except Exception as error:
         fault = device_faults.of_error(error)
         good = fault is None or not fault.dead  # out of a dead context nothing can be read, and the attempt may hang
+        good = good and context.shards is None  # the others' parts would be missing, as nobody has asked them for any
         is_assert = fault is not None and fault.cause == "device_assert"
         if is_assert and (named := replay.explain_assert(context, loop.batches_in_work())):
             raise named from error
@@ -106,13 +112,50 @@ class _Loop:
         self.batch: Batch | None = None  # the newest one
         self.spent: report.Verdict | None = None  # the budget is nearly, said when all ranks stop
         self.stop_votes = 0.0
+        self.told: dict[int, dict[str, float]] = {}  # of preference pairs, by step, until it is logged
+        self.bad_save: PendingSave | None = None  # found by this rank, and not voted on yet
         self.scale_fell = False  # the loss scale of fp16 is below 1, and that was said
         self.finished: deque[StepRecord] = deque()  # read while the next step was computed, and not handed out yet
 
     def steps(self) -> Iterator[StepRecord]:
-        """Every step that is left, one after the other."""
+        """Every step that is left, one after the other; where a rank is lost, with those that go on."""
+        while True:
+            try:
+                return (yield from self._steps())
+            except ranks.PeerLost:
+                self.optimizer.zero_grad()
+                self.log_unread()
+                if not ranks.next_world(self.context.world, self.context.folder) or self.context.shards is not None:
+                    raise
+            self._go_on_with_others()
+
+    def _go_on_with_others(self) -> None:
+        """The ranks that are left, or there again: the newest state that one of them holds, and the batch after it."""
+        context, state = self.context, self.state
+        joining.join(context, state)
+        self.checkpointer.follow_world()
+        progress = state.progress
+        self.stop_votes = 0.0
+        context.source.start(progress.step + 1, progress.stream)
+        size = context.world.size
+        context.recorded["ranks"] = size
+        other = ", no longer bit-identical (train.reduction native)" if self.train.reduction == "native" else ""
+        report.note(f"{size} rank{'s go' if size > 1 else ' goes'} on with step {progress.step + 1}{other}")
+
+    def _show_numbers(self) -> None:
+        """Where it stands, in the slot."""
+        progress = self.state.progress
+        report.number(steps=self.state.steps, step=progress.step, durable_step=self.checkpointer.durable)
+        report.number(tokens=progress.tokens, mean_loss=progress.mean_loss, best_step=progress.best_step)
+        if progress.best_val_loss is not None:
+            report.number(best_loss=progress.best_val_loss)
+
+    def _steps(self) -> Iterator[StepRecord]:
         state, source = self.state, self.context.source
+        self._show_numbers()
         self._init_anomalies()
+        if not state.from_disk:
+            self.checkpointer.begin()  # it stands in memory alone
         self._catch_up()
         if state.progress.step >= state.steps or self._out_of_patience():
             return
@@ -121,7 +164,7 @@ class _Loop:
             batch = source.next(state.progress.step + 1)
         if batch is None:
             return self._end_of_data()
-        begun = self._compile(batch) if state.compiled else None
+        begun = self._compile(batch) if state.compiled and state.compiler is None else None
         with report.phase("first step"):
             record = self._step(batch, 0.0, begun)
         with report.phase("train", total=state.steps, unit="steps"):
@@ -161,9 +204,13 @@ class _Loop:
                 self.finished.append(record)
             return self._skip_step(batch, waited_s)
         with report.span("compute"):
-            tree = forward_backward(self.context, batch, begun)
-            loss, (self.stop_votes,) = ranks.reduce(self.context.world, tree, [self._stop_vote()])
-            numbers = self._loss_and_norm(loss)
+            numbers, (self.stop_votes, regroups, bad_step, self.checkpointer.voted) = self._gradients(batch, begun)
+            if regroups:  # a rank is there again: all leave this step together
+                raise ranks.PeerLost("the parent makes another world")
+        if bad_step:
+            self.optimizer.zero_grad()
+            self._back_before(int(bad_step))
+            return None
         if self.context.machine.reads_late or self.context.loss_scale is not None:
             return self._update_unread(batch, numbers, waited_s, started)
         with report.span("compute"):
@@ -181,6 +228,22 @@ class _Loop:
         record = StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=batch.filled)
         self._log_step(batch, record, waited_s)
         return record
+
+    def _gradients(self, batch: Batch, begun: torch.Tensor | None) -> tuple[torch.Tensor, list[float]]:
+        """Of all ranks, into the parameters; loss and norm on their device, and the sums of the votes."""
+        context, bad = self.context, self.bad_save
+        notes = preference.Notes()
+        tree = None if context.shards is not None else forward_backward(context, batch, begun, notes)
+        votes = [self._stop_vote(), float(report.has_orders()), float(bad.step if bad else 0), self.checkpointer.vote()]
+        if context.shards is not None:
+            loss, norm, told = context.shards.step(context, batch, votes)
+            return self._loss_and_norm(loss, norm), told
+        assert tree is not None
+        loss, told = ranks.reduce(context.world, tree, votes, self.train.reduction == "native")
+        if batch.pairs is not None and not told[1]:  # a rank that is there again is met first
+            leaves = len(micro_batches(batch, self.rows_at_once))
+            self.told[batch.step] = notes.means(context.world, leaves, context.machine.device)
+        return self._loss_and_norm(loss, self.optimizer.grad_norm()), told
 
     def _update_unread(self, batch: Batch, numbers: torch.Tensor, waited_s: float, started: float) -> StepRecord | None:
         """The update of a step whose numbers stay on the GPU; where they are not finite it changes nothing by itself.
@@ -224,10 +287,9 @@ class _Loop:
         self._log_step(unread.batch, record, unread.waited_s)
         return record
 
-    def _loss_and_norm(self, total: torch.Tensor) -> torch.Tensor:
+    def _loss_and_norm(self, total: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """Both, on their device; in fp16 without the loss scale, which is the third number."""
         scale = self.context.loss_scale
-        norm = self.optimizer.grad_norm()
         if scale is None:
             return torch.stack((total, norm))
         return torch.stack((total / scale.scale, norm, scale.scale))
@@ -265,6 +327,7 @@ class _Loop:
             or step == self.state.steps
             or step == self.first_step
             or self.checkpointer.due(step)
+            or self.checkpointer.remember_due()
             or any(every and step % every == 0 for every in looks)
             or report.stopping()
             or guard.budget_reached(self.context.run.budget, report.spent_s(), save_s, last) is not None
@@ -294,12 +357,13 @@ class _Loop:
             "train/iter": record.step,
             "train/dt_ms": record.seconds * 1000,
             "train/tok_per_sec": tokens_per_s,
-            "train/mfu": tokens_per_s * flops / context.machine.peak_flops,
+            "train/mfu": tokens_per_s * flops / (context.world.peak_flops or context.machine.peak_flops),
             "train/tokens": self.state.progress.tokens,
             "train/epoch": batch.epoch,
             "train/pad_frac": 1 - batch.filled / batch.targets.size,
             "train/data_wait_ms": waited_s * 1000,
         }
+        values |= {f"train/{name}": value for name, value in self.told.pop(record.step, {}).items()}
         if record.loss_scale is not None:
             values["train/loss_scale"] = record.loss_scale
             if self.scale_fell and record.loss_scale >= 1:
@@ -422,15 +486,18 @@ class _Loop:
 
     def _nonfinite(self, batch: Batch, record: StepRecord) -> StepRecord | None:
         """A bad batch: skip it; too many of them, or bad weights: roll back once; then stop. The weights are never touched."""
-        if late := self.checkpointer.failure(wait=True):  # the weights were bad before this batch
-            self._bad_save(late)
+        late = self.checkpointer.failure(wait=True)
+        before = late.step if late is not None else 0
+        if before := ranks.told_by_first(self.context.world, before, self.context.machine.device):
+            self.bad_save = late
+            self._back_before(before)  # the weights were bad before this batch
             return None
         step, progress = batch.step, self.state.progress
         module = first_bad_module(self.context, batch)
         verdict = guard.check_finite(step, record.loss, record.grad_norm, batch.samples.tolist(), module)
         assert verdict is not None
         recent = [bad for bad in progress.skipped if bad > step - guard.SKIP_WINDOW]
-        bad_weights = guard.check_weights(step - 1, checkpoint.first_not_finite(weights(self.model)))
+        bad_weights = guard.check_weights(step - 1, self._first_bad_weights())
         may_skip = self.train.on_nonfinite == "skip" and len(recent) < guard.SKIPS and bad_weights is None
         report.metric(step, {"train/loss": record.loss, "train/grad_norm": record.grad_norm, "train/iter": step})
         if not may_skip:
@@ -443,6 +510,15 @@ class _Loop:
             tokens, skipped = progress.tokens + batch.filled, (*recent, step)
             self.state.progress = replace(progress, step=step, tokens=tokens, skipped=skipped)
         return record
+
+    def _first_bad_weights(self) -> str | None:
+        """The first tensor of the model that is not finite, wherever its rows are."""
+        context, tensors = self.context, self.context.stored()
+        own = checkpoint.first_not_finite(tensors)
+        names = list(tensors)
+        place = len(names) if own is None else names.index(own)
+        first = min(ranks.every(context.world, place, context.machine.device))
+        return names[first] if first < len(names) else None
 
     def _rollback(self, first_bad: int, last_bad: int, verdict: report.Verdict) -> None:
         """Back to the checkpoint before the trouble, once, skipping its batches; a second time is divergence (76)."""
@@ -484,6 +560,8 @@ class _Loop:
         if self.checkpointer.due(record.step):
             with report.span("save"), self.pace.timing("save", record.step):
                 self.checkpointer.begin()
+        elif self.checkpointer.remember_due():
+            self.checkpointer.remember()
         late = self.checkpointer.failure()
         if late is None:
             self._evaluate_if_due(record.step)
@@ -493,12 +571,22 @@ class _Loop:
         return late is None
 
     def _bad_save(self, late: PendingSave) -> None:
-        """Weights that were not finite when they were saved. Rank 0 alone knows it, and ranks go back together or not at all."""
+        """Weights that were not finite when they were saved. Rank 0 alone knows it, and ranks go back together."""
         assert late.bad is not None
-        if self.context.world.size > 1:
+        if self.context.world.size > 1 and self.state.step < self.state.steps:
+            self.bad_save = late  # they hear of it by the vote of the next step
+        elif self.context.world.size > 1:
             report.verdict(late.bad)
             raise Diverged(f"diverged at step {late.step}", late.bad.why, late.bad.next)
-        self._rollback(late.step, late.step, late.bad)
+        else:
+            self._rollback(late.step, late.step, late.bad)
+
+    def _back_before(self, step: int) -> None:
+        """Rank 0 has found that the weights of this step were not finite: all ranks go back."""
+        late, self.bad_save = self.bad_save, None
+        known = late.bad if late is not None else guard.check_weights(step, "a module that rank 0 has named")
+        assert known is not None
+        self._rollback(step, step, known)
 
     def _stop_vote(self) -> float:
         """Whether this rank wants to stop after this step: it rides in the step's own reduction."""
@@ -516,6 +604,7 @@ class _Loop:
             return
         if self.spent is not None:
             report.verdict(self.spent)
+        self.checkpointer.tell_standing()
         self.checkpointer.save_or_report()
         self.checkpointer.stopped.set()
         raise StoppedEarly(self.spent.why if self.spent else report.stop_reason() or "another rank was asked to stop")
@@ -527,22 +616,30 @@ class _Loop:
                 self._validate(step)
         if section.sample_every_steps and (last or step % section.sample_every_steps == 0):
             with self.pace.timing("sample", step):
-                if self.context.world.leads:
+                if self.context.world.leads and self.context.shards is None:
                     show_sample(self.context, self.state, step)
 
     def _validate(self, step: int) -> None:
         context, state = self.context, self.state
-        whole = self.train.loss == "whole"
+        whole, notes = self.train.loss == "whole", preference.Notes()
         found = validate(
             self.model,
             context.source,
-            lambda batch: batch_loss(self.model, batch, context.machine, whole=whole),
+            lambda batch: batch_loss(self.model, batch, context.machine, whole=whole, notes=notes, leaf=batch.step - 1),
             rows=self.rows_at_once,
             windows=self.eval.windows,
             world=context.world,
+            shards=context.shards,
         )
-        bpb = found.bits_per_byte(context.data.held_out.targets)
-        values = {"eval/val_loss": found.loss, "eval/val_ppl": found.perplexity, "eval/val_bpb": bpb, "eval/iter": step}
+        values = {"eval/val_loss": found.loss, "eval/iter": step}
+        if context.data.pairs is not None:
+            means = notes.means(context.world, found.batches, context.machine.device)
+            values |= {f"eval/{name}": value for name, value in means.items()}
+            text = preference.words(found.loss, means)
+        else:
+            bpb = found.bits_per_byte(context.data.held_out.targets)
+            values |= {"eval/val_ppl": found.perplexity, "eval/val_bpb": bpb}
+            text = found.words(context.entropy_bound, bpb)
         if state.progress.loss is not None:
             values["eval/train_loss"] = state.progress.loss
         report.metric(step, values)
@@ -555,7 +652,7 @@ class _Loop:
         if best:
             with report.span("save"):
                 self.checkpointer.keep_best()  # also where no save was due at this step
-        text = found.words(context.entropy_bound, bpb) + (" (best so far)" if best else "")
+        text += " (best so far)" if best else ""
         report.event("eval", step=step, text=text, loss=found.loss, nats_per_document=found.nats_per_document)
 
     def _show_best(self) -> None:
@@ -605,6 +702,7 @@ class _Loop:
                 device=context.machine.device.type,
                 from_scratch=context.run.model.init_from is None,
                 chat=context.chat is not None,
+                objective=self.train.objective,
                 unigram_nats=unigram,
                 floor_nats=bound.nats_per_token if bound else None,
                 floor_error=bound.nats_per_token * bound.standard_error / bound.nats_per_document if bound else 0.0,
@@ -624,8 +722,8 @@ class _Loop:
             self._evaluate_if_due(step)
         elif step:  # it was saved before it was scored
             state.progress = state.progress.scored(step, math.nan if found[-1] is None else found[-1])
-            if state.progress.best_step == step and self.context.world.leads:
-                checkpoint.mark_best(folder.checkpoints, state.progress)
+            if state.progress.best_step == step:
+                self.checkpointer.keep_best()
 
     def _out_of_patience(self) -> bool:
         """eval.patience: so many validations without a new best end the run, as finished."""

@@ -18,6 +18,7 @@ from lamplighter.data.batches import Batch
 from lamplighter.data.chat.template import ChatTemplate
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.model.build import Built
+from lamplighter.model.weights import stored_tensors
 from lamplighter.rundir import RunDir
 from lamplighter.train.anomalies.detector import Detector
 from lamplighter.train.checkpoint import Progress
@@ -26,7 +27,8 @@ from lamplighter.train.hardware import Machine
 from lamplighter.train.loss_scale import LEAST, LossScale
 from lamplighter.train.optimizers import Optimizer, Schedule
 from lamplighter.train.pace import Smaller
-from lamplighter.train.ranks import ALONE, World
+from lamplighter.train.parts import Sharded
+from lamplighter.train.ranks import World
 from lamplighter.train.validation import EntropyBound
 
 if TYPE_CHECKING:
@@ -51,7 +53,12 @@ class RunContext:
     chat: ChatTemplate | None = None
     entropy_bound: EntropyBound | None = None
     loss_scale: LossScale | None = None  # of fp16; the optimizer divides it out
-    world: World = ALONE
+    world: World = field(default_factory=World)
+    shards: Sharded | None = None  # where each rank holds a part of the model
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """What this process holds of the tensors to store; asked by any thread."""
+        return stored_tensors(self.model) if self.shards is None else self.shards.held()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -119,6 +126,7 @@ class TrainState:
     probe: GradientProbe | None = None  # of exactness, at this start
     redone: Redone = field(default_factory=Redone)
     anomalies: Detector | None = None
+    from_disk: bool = True  # where it begins is durable; else it comes out of memory
 
     @property
     def progress(self) -> Progress:

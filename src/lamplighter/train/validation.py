@@ -16,6 +16,7 @@ from lamplighter import report
 from lamplighter.data.batch_source import BatchSource
 from lamplighter.data.batches import Batch
 from lamplighter.train import ranks
+from lamplighter.train.parts import Sharded
 from lamplighter.train.ranks import ALONE, World
 
 
@@ -33,11 +34,12 @@ class EntropyBound:
 class Score:
     """Loss over the held-out windows that were used."""
 
-    loss: float  # nats per token
-    tokens: int
+    loss: float  # nats per token; of preference pairs, the mean over pairs
+    tokens: int  # or pairs
     whole: bool  # all windows were used
     documents: int
     text_bytes: float
+    batches: int = 0
 
     @property
     def perplexity(self) -> float:
@@ -68,6 +70,7 @@ def validate(
     rows: int,
     windows: int,
     world: World = ALONE,
+    shards: Sharded | None = None,
 ) -> Score:
     """Score what is held out, in order, so many rows at a time; `windows` 0 = all. Ranks take turns, and the losses of all
     batches are added in their order, so that the score does not depend on how many ranks there are.
@@ -86,8 +89,14 @@ def validate(
                     losses[count] = loss_of(batch)
                 tokens, count = tokens + batch.real_tokens, count + 1
                 phase.tick(len(batch.inputs))
+            if shards is not None and 0 < count % world.size <= world.rank:
+                loss_of(batch)  # for nothing: weights are gathered by all ranks together
     finally:
         model.train(was_training)
+        if shards is not None:
+            shards.let_go()
     device = next(iter(model.parameters())).device
     total = sum(ranks.sum_in_order(world, losses, count, device))
-    return Score(total / max(1, tokens), tokens, used == held_out.samples, held_out.documents, held_out.text_bytes)
+    return Score(
+        total / max(1, tokens), tokens, used == held_out.samples, held_out.documents, held_out.text_bytes, count
+    )

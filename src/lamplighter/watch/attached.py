@@ -61,6 +61,8 @@ class RunningProcess:
 class AttachedProcess:
     """One process and its descendants, which know nothing of us."""
 
+    goes_on_with = grows = False  # somebody else's processes start and end by themselves
+
     def __init__(self, run: RunDir, pid: int) -> None:
         if procfs.look(pid).state in "XZ":
             raise InputMissing(
@@ -138,9 +140,14 @@ class AttachedProcess:
         self.say("asked to save: this process is not ours, and saves when it does")
         return 0
 
-    def kill(self, snapshot: Snapshot | None) -> None:
+    def kill(self, snapshot: Snapshot | None, culprit: int = 0) -> None:
         if snapshot is not None:
             send_signal(self.process.pidfd, signal.SIGKILL)
+
+    @property
+    def elsewhere(self) -> None:
+        """All of its processes are here."""
+        return None
 
     def death(self, code: int) -> Death | None:
         return None  # its end is its own

@@ -13,9 +13,11 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from lamplighter.config import Budget
@@ -26,6 +28,7 @@ from lamplighter.rundir import LineFile, RunDir
 from lamplighter.safe_text import clean, mask, safe
 from lamplighter.watch import agent, time_report
 from lamplighter.watch.console import CALM_AFTER_S, CALM_EVERY_S, FRAME_EVERY_S, LINE_EVERY_S
+from lamplighter.watch.curves import CurveSketch
 from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.evidence import BUSY
 from lamplighter.watch.process_tree import Process, Snapshot, counts
@@ -45,6 +48,8 @@ POLICIES = {"report": "report", "stop": "stop", "restart": "recover"}  # --on-st
 class WatchedCommand:
     """One command, the terminal that it writes to, and how far it has come."""
 
+    goes_on_with = grows = False  # somebody else's processes start and end by themselves
+
     def __init__(self, run: RunDir, words: list[str], again: bool) -> None:
         """`again`: it may be started more than once, so its side of the terminal stays open."""
         self.run, self.words = run, words
@@ -55,6 +60,8 @@ class WatchedCommand:
         self.log = LineFile(run.console)
         self.metrics = LineFile(run.metrics)
         self.ranks = RankSeries(run)
+        self.sketch = CurveSketch(run)
+        self.changed = ""  # since the attempt before, in words
         self.recorded_step, self.recorded_at, self.attempt = 0, 0.0, 1
         self.ledger_at = time.monotonic()
         self.streams = [os.dup(fd) if again else fd for fd in (self.terminal.stdout, self.terminal.stderr)]
@@ -98,7 +105,15 @@ class WatchedCommand:
             self.terminal.finish()
             raise BadConfig(f"cannot start {self.words[0]}", str(error), "is it executable?") from error
         self.terminal.started(self.child.pid)
+        threading.Thread(target=self._record_environment, args=(attempt,), name="lamp-environment", daemon=True).start()
         return [Root(self.child)]
+
+    def _record_environment(self, attempt: int) -> None:
+        """Beside its start: git may take a while."""
+        from lamplighter.watch import environment
+
+        if changed := environment.record(self.run, attempt, Path.cwd(), self.words):
+            self.changed = environment.told_changes(changed)
 
     def ask_stop(self, reason: str, again: bool) -> None:
         """TERM to the command; the supervisor kills all of it if that does not end it."""
@@ -110,7 +125,7 @@ class WatchedCommand:
         self.say("asked to save: this command is not ours, and saves when it does")
         return 0
 
-    def kill(self, snapshot: Snapshot | None) -> None:
+    def kill(self, snapshot: Snapshot | None, culprit: int = 0) -> None:
         for process in reversed(snapshot.processes if snapshot else ()):
             with contextlib.suppress(OSError):  # it has just ended
                 os.kill(process.pid, signal.SIGKILL)
@@ -127,6 +142,10 @@ class WatchedCommand:
         self._notice_uninstrumented(snapshot)
         self._record(snapshot)
         self.ranks.look(snapshot, self.attempt)
+        self.sketch.look()
+        if changed := self.changed:
+            self.changed = ""
+            self.say(changed)
         ended = self.child is not None and self.child.returncode is not None
         if ended or snapshot.at - self.ledger_at > _LEDGER_EVERY_S:
             self.ledger_at = snapshot.at
@@ -135,9 +154,11 @@ class WatchedCommand:
 
     def _record(self, snapshot: Snapshot) -> None:
         """A line of metrics.jsonl where steps were made since the last look: what trackers and pages show of it."""
-        made, passed_s = self.progress.steps - self.recorded_step, snapshot.at - self.recorded_at
+        made = self.progress.steps - self.recorded_step
         if made <= 0:
             return
+        at = stepped_at(snapshot, self.recorded_at)
+        passed_s = at - self.recorded_at
         values: dict[str, float] = {"train/iter": self.progress.steps, "sys/ram_gb": snapshot.rss_bytes / 1e9}
         if self.recorded_step:
             values |= {"train/dt_ms": 1000 * passed_s / made, "time/steps_per_s": made / max(passed_s, 1e-9)}
@@ -147,7 +168,7 @@ class WatchedCommand:
         values |= {"train/loss": losses[0]} if losses else {}
         record = {"step": self.progress.steps, "attempt": self.attempt, "t": time.time(), **values}
         self.metrics.write(json.dumps(record))
-        self.recorded_step, self.recorded_at = self.progress.steps, snapshot.at
+        self.recorded_step, self.recorded_at = self.progress.steps, at
 
     def _notice_uninstrumented(self, snapshot: Snapshot) -> None:
         """A Python that has not opened its slot after a while has no agent: said once."""
@@ -211,6 +232,11 @@ class WatchedCommand:
 
     # ---------------------------------------------------------------- the end
 
+    @property
+    def elsewhere(self) -> None:
+        """All of its processes are here."""
+        return None
+
     def death(self, code: int) -> Death | None:
         return None  # its end is its own
 
@@ -234,6 +260,8 @@ class WatchedCommand:
 
     def report(self, outcome: RunOutcome, attempts: int) -> None:
         """report.md, and what to run next."""
+        if self.sketch.last:  # it has told its losses
+            self.sketch.write_all()
         times = time_report.read_time_report(self.run)
         facts = {"command": " ".join(self.words), "steps": self.progress.steps, "attempts": attempts}
         time_report.write_report(self.run, times, Budget(), outcome.words, {**facts, **self.progress.facts()})
@@ -342,6 +370,12 @@ class _ScriptProgress:
         whole = sum(self.seconds.values()) or 1e-9
         rows = sorted(self.seconds.items(), key=lambda row: -row[1])[:4]
         return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in rows)
+
+
+def stepped_at(snapshot: Snapshot, since: float) -> float:
+    """When the newest step ended: what a script does after it is no time of a step. The look itself where no slot says it."""
+    newest = max((one.slot.step_ns / 1e9 for one in snapshot.processes if one.slot is not None), default=0.0)
+    return newest if since < newest <= snapshot.at else snapshot.at
 
 
 def _worth(process: Process) -> tuple[int, int, int, int]:

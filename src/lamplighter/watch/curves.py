@@ -14,9 +14,9 @@ from html import escape
 from typing import Any
 
 from lamplighter import read_back
-from lamplighter.rundir import RunDir, write_atomic
+from lamplighter.rundir import RunDir, Tail, write_atomic
 from lamplighter.safe_text import clean
-from lamplighter.watch.status import Tail, large
+from lamplighter.watch.status import large
 
 _BUCKETS = 400  # along the x axis, at most
 _LOOK_BYTES = 1 << 18
@@ -42,7 +42,7 @@ class CurveSketch:
     def look(self, floor: float | None = None) -> None:
         """A little of what is new; the picture when one is due."""
         self._read()
-        if self.fresh and time.monotonic() - self.drawn_at > _EVERY_S:
+        if self.fresh and self.last and time.monotonic() - self.drawn_at > _EVERY_S:
             self.write(floor)
 
     def write_all(self, floor: float | None = None) -> None:

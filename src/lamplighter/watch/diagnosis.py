@@ -51,6 +51,8 @@ class Diagnosis:
         where = self.verdict.culprit
         if self.verdict.cause == "starved":  # by whatever line it happens to be
             return "starved"
+        if self.verdict.cause == "rank_sigstop":  # several may be stopped at once
+            return f"rank_sigstop of rank {where.get('rank')}"
         return f"{self.verdict.cause} {where.get('file')}:{where.get('line')}"
 
     @property

@@ -1,6 +1,6 @@
 """environment.json: in which surroundings each attempt of a run was made, and what changed since the one before.
 
-In:  this Python, its packages, the driver, the variables that matter, the git working directory.
+In:  this Python (of a watched command: its own), its packages, the driver, the variables that matter, the git working directory.
 Out: one file (0600), one entry for each attempt; secrets masked, the diff bounded. Sentences on what changed.
 """
 
@@ -10,13 +10,16 @@ import contextlib
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lamplighter import read_back
 from lamplighter.procs import procfs
 from lamplighter.rundir import RunDir, read_record, write_atomic
 from lamplighter.safe_text import MASK, mask
@@ -29,15 +32,16 @@ _MOST_ATTEMPTS = 30
 _GIT_S = 5.0
 
 
-def gather(folder: Path) -> dict[str, Any]:
-    """The surroundings of now, seen from the folder where the command was given."""
+def gather(folder: Path, command: Sequence[str] = ()) -> dict[str, Any]:
+    """The surroundings of now, seen from the folder where the command was given; Python and packages are those of a watched command."""
+    version, places = _python_of(command) if command else (platform.python_version(), sys.path)
     return {
-        "python": platform.python_version(),
+        "python": version,
         "platform": f"{os.uname().sysname} {os.uname().release}",
         "machine": os.uname().machine,
         "cores": os.cpu_count(),
         "driver": procfs.nvidia_driver(),
-        "packages": _packages(),
+        "packages": _packages(places),
         "variables": {
             name: _value(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
@@ -45,10 +49,47 @@ def gather(folder: Path) -> dict[str, Any]:
     }
 
 
-def _packages() -> dict[str, str]:
+def _python_of(command: Sequence[str]) -> tuple[str, list[str]]:
+    """Version and package folders of the Python that a command is, or is a script of, without starting it; ("", []) where it is none."""
+    found = shutil.which(command[0])
+    program = Path(found) if found else None
+    if program is not None and not program.name.startswith("python"):
+        program = _script_python(program)
+    if program is None:
+        return "", []
+    if os.path.realpath(program) == os.path.realpath(sys.executable) and program.parent == Path(sys.executable).parent:
+        return platform.python_version(), sys.path
+    settings, version = program.parent.parent / "pyvenv.cfg", ""
+    with contextlib.suppress(OSError):  # no virtual environment
+        told = dict(re.findall(r"(?m)^(\w[\w-]*) = (.*)$", settings.read_text(errors="replace")[:10_000]))
+        version = told.get("version") or told.get("version_info", "")
+    roots = [program.parent.parent, Path(os.path.realpath(program)).parent.parent][: 1 if version else 2]
+    kinds = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
+    return version, [str(path) for root in roots for kind in kinds for path in sorted(root.glob(kind))]
+
+
+def _script_python(script: Path) -> Path | None:
+    """The interpreter that its first line names."""
+    try:
+        with read_back.open_file(script) as file:
+            first = file.readline(512).decode("utf-8", "replace").split()
+    except OSError:  # not to be read: then it is not known
+        return None
+    named = (
+        first[-1]
+        if first and first[0] == "#!/usr/bin/env"
+        else first[0][2:]
+        if first and first[0].startswith("#!")
+        else ""
+    )
+    found = shutil.which(named) if Path(named).name.startswith("python") else None
+    return Path(found) if found else None
+
+
+def _packages(places: Sequence[str]) -> dict[str, str]:
     """By the names of their folders: reading their metadata would take a quarter of a second."""
     found: dict[str, str] = {}
-    for place in sys.path:
+    for place in places:
         with contextlib.suppress(OSError):  # a path that is not there
             for name in os.listdir(place or "."):
                 if name.endswith((".dist-info", ".egg-info")) and "-" in name:
@@ -82,11 +123,11 @@ def _run_git(folder: Path, *words: str) -> str:
     return done.stdout[: 4 * _MOST_DIFF].decode("utf-8", "replace") if done.returncode == 0 else ""
 
 
-def record(run: RunDir, attempt: int, folder: Path) -> list[str]:
+def record(run: RunDir, attempt: int, folder: Path, command: Sequence[str] = ()) -> list[str]:
     """Write the entry of an attempt; in words, what is not as in the attempt before."""
     before = read_record(run.path / "environment.json").get("attempts")
     known = [one for one in before if isinstance(one, dict)] if isinstance(before, list) else []
-    now = gather(folder)
+    now = gather(folder, command)
     entries = [*known, {"attempt": attempt, "t": time.time(), **now}][-_MOST_ATTEMPTS:]
     for old in entries[:-1]:  # one diff is enough: the newest
         if isinstance(old.get("git"), dict):
@@ -99,6 +140,12 @@ def record(run: RunDir, attempt: int, folder: Path) -> list[str]:
             mode=0o600,
         )
     return changes(known[-1], now) if known else []
+
+
+def told_changes(changed: Sequence[str]) -> str:
+    """A line for people."""
+    more = f" and {len(changed) - 8} more, in environment.json" if len(changed) > 8 else ""
+    return f"note  changed since the attempt before: {'; '.join(changed[:8])}{more}"
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

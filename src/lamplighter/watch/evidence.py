@@ -196,7 +196,7 @@ def to_json(sample: GroupSample) -> str:
 def from_json(text: str) -> GroupSample:
     """What `judge` was given."""
     record = json.loads(text)
-    stacks = {int(pid): tuple(map(_stacks, taken)) for pid, taken in record["stacks"].items()}
+    stacks = {int(pid): tuple(map(read_stacks, taken)) for pid, taken in record["stacks"].items()}
     waits = _waits(record["waits"]) if "waits" in record else Waits()
     cards = tuple(map(read_look, record.get("cards", ())))
     first, last = _snapshot(record["first"]), _snapshot(record["last"])
@@ -222,7 +222,7 @@ def _snapshot(fields: dict[str, Any]) -> Snapshot:
 
 def _process(fields: dict[str, Any]) -> Process:
     """Older evidence counts all that the kernel did."""
-    look = _look(fields["look"])
+    look = read_process_look(fields["look"])
     return Process(look, _slot(fields["slot"]), fields["ppid"], fields.get("moved_bytes", look.moved_bytes))
 
 
@@ -230,7 +230,7 @@ def _slot(fields: dict[str, Any] | None) -> Slot | None:
     return Slot(**fields) if fields is not None else None
 
 
-def _look(fields: dict[str, Any]) -> ProcessLook:
+def read_process_look(fields: dict[str, Any]) -> ProcessLook:
     each = tuple(ThreadLook(**{**thread, "syscall": _syscall(thread["syscall"])}) for thread in fields["each"])
     return ProcessLook(**{**fields, "syscall": _syscall(fields["syscall"]), "each": each})
 
@@ -240,7 +240,7 @@ def _syscall(word: str) -> str:
     return SYSCALLS_X86_64.get(word, word)
 
 
-def _stacks(fields: dict[str, Any]) -> Stacks:
+def read_stacks(fields: dict[str, Any]) -> Stacks:
     threads = tuple(
         ThreadStack(t["name"], tuple(map(_frame, t["frames"])), t["holds_gil"], t.get("tid"), t.get("on"))
         for t in fields["threads"]

@@ -18,10 +18,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lamplighter.braille import chart, wide_enough
 from lamplighter.safe_text import clean, safe
-from lamplighter.watch.status import Status, alert, chart, duration, sentence, sparkline
+from lamplighter.watch.rank_lines import SLOWEST, rank_lines
+from lamplighter.watch.status import Status, alert, averaged, duration, sentence, sparkline
 
 _SPINNER = "◐◓◑◒"
+_LEAST_ROWS, _MOST_ROWS = 4, 30  # of a chart
 _LAST_WORDS = 5  # of a page that is left
 _COMMAND = re.compile(r"(^|; |  )(next|or|the whole run): ")  # a line that is there to be pasted into a shell
 
@@ -140,12 +143,14 @@ class Page:
         rows: list[Text | Table] = [*head.wrap(self.console, width)][: max(1, height // 3)]
         if (slot := status.slot) is not None and slot.steps > 0:
             rows.append(_bar(float(slot.step), float(slot.steps), status, width))
-        if status.training and len(status.losses) > 1:
-            tall = max(1, min(24, (height - len(rows)) // 3))
-            rows += [Text(row, style="green") for row in chart(status.losses, width - 2, tall)]
-            rows.append(_curve(status, width))
-        rows += [part for text in self.sample for part in text.wrap(self.console, width)][: height // 3]
+        for text in rank_lines(status.ranks, max(1, height // 3)):
+            row = Text(f"  {safe(text)}", style="bold yellow" if SLOWEST in text else "", no_wrap=True)
+            row.truncate(max(10, width - 1), overflow="ellipsis")
+            rows.append(row)
+        sample = [part for text in self.sample for part in text.wrap(self.console, width)][: height // 3]
         said = [part for text in self.said for part in text.wrap(self.console, width)]
+        left = height - len(rows) - len(sample) - min(len(said), max(3, height // 4))
+        rows += [*_chart(status, width, left), *sample]
         return rows + said[len(said) - max(0, height - len(rows)) :]
 
 
@@ -168,9 +173,26 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _curve(status: Status, width: int) -> Text:
-    text = Text("   loss ", style="dim")
-    text.append(sparkline(status.losses, max(10, width - 60)), style="green")
+def _chart(status: Status, width: int, height: int) -> list[Text]:
+    """The loss as far as it was read, over the rows that are left; of a command that tells none, how many steps it makes."""
+    watched = bool(status.told) and len(status.losses) < 2
+    values = averaged(status.paces if watched else status.losses, wide_enough(width))
+    if len(values) < 2 or not (watched or status.told or status.training):
+        return []
+    if height < _LEAST_ROWS:
+        return [] if status.told else [_curve(status, width)]
+    drawn = [Text(row, style="green") for row in chart(values, min(_MOST_ROWS, height - 1))]
+    name = "steps a second" if watched else "training loss"
+    return [*drawn, _curve(status, width, f"{'':>8} └ {name}")]
+
+
+def _curve(status: Status, width: int, below: str = "") -> Text:
+    """The loss in one row; or what stands below a chart."""
+    text = Text(below or "   loss ", style="dim")
+    if not below:
+        text.append(sparkline(status.losses, max(10, width - 60)), style="green")
+    if status.told:
+        return text
     if status.val_loss is not None:
         text.append(f"  val {status.val_loss:.3f}", style="cyan")
     if status.floor is not None:

@@ -18,14 +18,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
-from lamplighter.watch import services
+from lamplighter.rundir import RunDir, dollars, read_status
+from lamplighter.watch import picture, services
 
 _DEADLINE_S = 10.0  # of one try
 _PAUSES_S = (1.0, 4.0, 16.0)  # before the second, third and fourth try
 _LAST_PAUSE_S = 0.5  # between tries at the end of a run
 _LAST_S = 3.0  # for all that is still to be told when the run has ended
 _WAITING = 20
-_KINDS = ("stuck", "dead", "diverged", "budget", "finished", "stopped", "lost", "failed")
+_KINDS = ("stuck", "dead", "diverged", "budget", "finished", "stopped", "paused", "lost", "failed")
 _NOT_THERE = (126, 127)  # what sh says of a command that it cannot run
 _REFUSED_FOR_NOW = (408, 425, 429)
 
@@ -41,8 +42,11 @@ class _Undelivered(Exception):
 class Notifier:
     """One thread, a short queue; what does not fit is dropped and counted."""
 
-    def __init__(self, target: str | None, run_name: str, say: Callable[[str], None]) -> None:
-        self.target, self.run_name, self.say = target, run_name, say
+    def __init__(
+        self, target: str | None, run_name: str, say: Callable[[str], None], run: RunDir | None = None
+    ) -> None:
+        """`run`: its losses are drawn, for services that take a picture."""
+        self.target, self.run_name, self.say, self.run = target, run_name, say, run
         self.waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=_WAITING)
         self.untold = 0
         self.failed = False
@@ -62,6 +66,28 @@ class Notifier:
             self.waiting.put_nowait({"run": self.run_name, "kind": kind, "text": text, **fields})
         except queue.Full:  # counted; notifying must never wait
             self.untold += 1
+
+    def tell_verdict(self, state: str, why: str, **fields: Any) -> None:
+        """A process that a signal holds is paused: `stopped` is the word for a run that has ended early."""
+        self.tell("paused" if state == "stopped" else state, why, **fields)
+
+    def tell_end(self, state: str, words: str, ours: bool, **fields: Any) -> None:
+        """How it ended, and what to do about it."""
+        where = f"lamp report {self.run.address if self.run is not None else self.run_name}"
+        again = "the same command goes on where it stopped" if ours else "start the command again when it shall go on"
+        advice = {"finished": f"{where} shows it", "stopped": again}
+        self.tell(state, words + self._sum(), **fields, next=advice.get(state, f"{where} shows what is known of it"))
+
+    def _sum(self) -> str:
+        """What the run came to, by its status: who reads a message on a phone has nothing else."""
+        told = read_status(self.run) if self.run is not None else {}
+        steps = f" of {told['steps']:,}" if told.get("steps") else ""
+        parts = [
+            f"step {told['step']:,}{steps}" if told.get("step") else "",
+            *(f"{name} {told[key]:.4f}" for name, key in (("loss", "loss"), ("validation", "val_loss")) if told.get(key) is not None),
+            dollars(told["usd"]) if told.get("usd") else "",
+        ]  # fmt: skip
+        return "".join(f"; {part}" for part in parts if part)
 
     def close(self) -> None:
         """Let the last words out, for a few seconds; a command that hangs is ended with all that it started."""
@@ -113,9 +139,26 @@ class Notifier:
         return ""
 
     def _deliver(self, message: dict[str, Any]) -> None:
+        """With a picture of the losses; a service that refuses it (an ntfy server without attachments) gets the words alone."""
+        curve, drawn = self._drawn()
+        try:
+            self._send(message, curve, drawn)
+        except _Undelivered as problem:
+            if problem.may_pass or not drawn:
+                raise
+            self._send(message, curve, b"")
+
+    def _drawn(self) -> tuple[str, bytes]:
+        if (
+            self.run is None or services.letter(str(self.target), {}) is None
+        ):  # a command reads the run's folder if it likes
+            return "", b""
+        return picture.loss_words(self.run), picture.loss_picture(self.run)
+
+    def _send(self, message: dict[str, Any], curve: str, drawn: bytes) -> None:
         target = str(self.target)
         try:
-            sent = services.letter(target, message)
+            sent = services.letter(target, message, drawn, curve)
             if sent is not None and sent.mail:
                 _within(_DEADLINE_S, lambda: services.send_mail(sent))
             elif sent is not None:

@@ -15,16 +15,24 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from lamplighter.procs import procfs
 from lamplighter.procs.procfs import ProcessLook
-from lamplighter.slot import Slot, read_slot
+from lamplighter.slot import Slot, parse_page, read_page, read_slot
+
+if TYPE_CHECKING:
+    from lamplighter.procs.stacks import Stacks
 
 _PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15 and later
 _PIDFD_INFO_EXIT = 8
 _MOST_PROCESSES = 64
 _MOST_PIDFDS = 400
 _TREE_EVERY_S = 0.9  # in calm times
+_MANY = 64  # roots of ours from which on, in calm times, /proc is asked less often than the slots are read
+_MANY_LOOK_EVERY_S = 2.0
+_MANY_TURNS = 4  # looks in which each slot is read once
+_MANY_TREE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -120,8 +128,19 @@ def read_slots(folder: Path) -> dict[int, Slot]:
     return {slot.pid: slot for slot in found if slot is not None}
 
 
+class OtherMachines(Protocol):
+    """Processes of other machines that belong to the tree."""
+
+    def look(self, closely: bool) -> Sequence[Process]: ...
+    def take(self, pids: Sequence[int]) -> dict[int, Stacks | None]:
+        """Their stacks."""
+        ...
+
+
 class ProcessTree:
     """Remembers between two looks who was there."""
+
+    elsewhere: OtherMachines | None = None
 
     def __init__(self, roots: Sequence[int], slots: Path, own: Mapping[int, Path] | None = None) -> None:
         """`own`: the slots of our own processes by pid. All others have theirs in `slots`, where the agent puts it."""
@@ -131,6 +150,9 @@ class ProcessTree:
         self.pidfds: dict[int, int] = {}
         self.born: dict[int, float] = {}
         self.seen: dict[int, Slot] = {}
+        self.pages: dict[int, tuple[bytes, Slot | None]] = {}  # of each slot, as it was read and taken apart last
+        self.looks: dict[int, ProcessLook] = {}
+        self.asked_at, self.turn = 0.0, 0
         self.counted: dict[int, tuple[float, ...]] = {}
         self.moved: dict[int, tuple[int, int, int]] = {}  # bytes as the kernel counts them, answers, bytes that count
         self.output_bytes = -1
@@ -148,22 +170,41 @@ class ProcessTree:
     def look(self, closely: bool, output_bytes: int = -1, calm: bool = False) -> Snapshot:
         """One look at every process; a close one costs ten times as much and is for stalls."""
         now = time.monotonic()
-        if not calm or now - self.counted_at > _TREE_EVERY_S:
+        many = calm and len(self.own) > _MANY
+        if not calm or now - self.counted_at > (_MANY_TREE_EVERY_S if many else _TREE_EVERY_S):
             self.parents = {pid: parent for root in self.roots for pid, parent in procfs.parents(root).items()}
             self.counted_at = now
             self._notice_births(now)
             self._notice_missed(now)
         self._notice_exits(now)
         processes = []
-        for pid, ppid in list(self.parents.items())[:_MOST_PROCESSES]:
-            seen = procfs.look_closely(pid) if closely else procfs.look(pid)
+        again = not many or now - self.asked_at > _MANY_LOOK_EVERY_S
+        self.asked_at = now if again else self.asked_at
+        self.turn = (self.turn + 1) % _MANY_TURNS
+        for place, (pid, ppid) in enumerate(self._watched()):
+            seen = self.looks.get(pid) if not again else None
+            if seen is None:
+                seen = self.looks[pid] = procfs.look_closely(pid) if closely else procfs.look(pid)
             if seen.state in "XZ" and pid not in self.roots:
                 continue
-            slot = self._slot(pid, now)
+            its_turn = not many or place == 0 or place % _MANY_TURNS == self.turn or pid not in self.pages
+            slot = self._slot(pid, now) if its_turn else self.pages[pid][1]
             processes.append(Process(seen, slot, ppid, self._moved_bytes(seen, slot) if closely else 0))
+        for other in self.elsewhere.look(closely) if self.elsewhere is not None else ():
+            processes.append(other)
+            if other.slot is not None:
+                self._count(other.pid, other.slot, now)
         if output_bytes > self.output_bytes:
             self.output_bytes, self.worked_at = output_bytes, now
         return Snapshot(now, tuple(processes), self.worked_at, tuple(self.exits))
+
+    def _watched(self) -> list[tuple[int, int]]:
+        """All processes with their parents; of very many, our own ranks and the first of the others."""
+        everybody = list(self.parents.items())
+        if len(everybody) <= _MOST_PROCESSES:
+            return everybody
+        others = {pid for pid, _ in [one for one in everybody if one[0] not in self.own][:_MOST_PROCESSES]}
+        return [one for one in everybody if one[0] in self.own or one[0] in others]
 
     def _moved_bytes(self, seen: ProcessLook, slot: Slot | None) -> int:
         """An answer makes pages dirty, which the kernel counts as writes of that process: such moments are left out."""
@@ -174,15 +215,23 @@ class ProcessTree:
         return total
 
     def _slot(self, pid: int, now: float) -> Slot | None:
-        slot = read_slot(self.slot_path(pid)) or (self.seen.get(pid) if pid in self.own else None)
+        page, (before, known) = read_page(self.slot_path(pid)), self.pages.get(pid, (b"", None))
+        if page is not None and page == before:
+            return known
+        slot = parse_page(page) if page is not None else self.seen.get(pid) if pid in self.own else None
         if slot is None:
             return None
+        if page is not None:
+            self.pages[pid] = (page, slot)
         self.seen[pid] = slot
+        self._count(pid, slot, now)
+        return slot
+
+    def _count(self, pid: int, slot: Slot, now: float) -> None:
         counted = _work_of(slot)
         if counted != self.counted.get(pid):
             self.counted[pid] = counted
-            self.worked_at = max(self.worked_at, slot.tick_ns / 1e9 or now)  # the agent does not say when
-        return slot
+            self.worked_at = max(self.worked_at, min(now, slot.tick_ns / 1e9 or now))  # the agent does not say when
 
     def _notice_births(self, now: float) -> None:
         for pid in self.parents:

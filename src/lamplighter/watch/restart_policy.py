@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from lamplighter.watch.diagnosis import Diagnosis
 
 _GRACE_S = 4.0  # for what is proved
+_STOPPED_RANK_S = 2.5  # the same for a rank that is stopped while the others wait for it
 _WITHOUT_PROGRESS = 3
 _NEVER = (
     "compile_slow",
@@ -48,7 +49,8 @@ class RestartPolicy:
     def stuck(self, finding: Diagnosis, step: int, durable: int) -> Decision:
         """A live process: proved causes after a short grace, all others after the patience that was asked for."""
         cause, quiet_s = finding.verdict.cause, finding.verdict.since_s
-        patience_s = min(_GRACE_S, self.patience_s) if finding.provable else self.patience_s
+        grace_s = _STOPPED_RANK_S if cause == "rank_sigstop" else _GRACE_S
+        patience_s = min(grace_s, self.patience_s) if finding.provable else self.patience_s
         if self.policy == "report" or (cause in _NEVER and not finding.asleep) or quiet_s < patience_s:
             return Decision()
         if self.policy == "stop":

@@ -19,7 +19,8 @@ from lamplighter.rundir import dollars
 
 _SIGNS = {
     "finished": "✅",
-    "stopped": "⏸",
+    "stopped": "⏹",
+    "paused": "⏸",
     "budget": "💰",
     "stuck": "🟠",
     "dead": "🔴",
@@ -40,6 +41,7 @@ class Letter:
     headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
     mail: bool = False
     subject: str = ""
+    picture: bytes = b""  # beside a mail
 
 
 def words(message: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -57,28 +59,51 @@ def words(message: Mapping[str, Any]) -> tuple[str, list[str]]:
     return f"{message.get('run', 'a run')} {kind}{cause}", lines
 
 
-def letter(target: str, message: Mapping[str, Any]) -> Letter | None:
-    """How this target is told; None where it is a command of the user's."""
+def letter(target: str, message: Mapping[str, Any], picture: bytes = b"", curve: str = "") -> Letter | None:
+    """How this target is told; None where it is a command of the user's. `curve`: the picture in characters, where none is taken."""
     title, lines = words(message)
     kind = str(message.get("kind", ""))
     sign = _SIGNS.get(kind, "")
     host = (urlsplit(target).hostname or "") if target.startswith(("http://", "https://")) else ""
     if target.startswith("mailto:"):
         return Letter(
-            unquote(target[7:]), "\n".join([title, "", *lines, ""]).encode(), mail=True, subject=f"[lamp] {title}"
+            unquote(target[7:]),
+            "\n".join([title, "", *lines, ""]).encode(),
+            mail=True,
+            subject=f"[lamp] {title}",
+            picture=picture,
         )
     if target.startswith("ntfy:") or host == "ntfy.sh":
         head = {"Title": f"lamp: {title}".encode("ascii", "replace").decode(), "Priority": "high" if kind in _URGENT else "default", "Content-Type": "text/plain"}  # fmt: skip
-        return Letter(_ntfy(target), "\n".join(lines).encode(), head)
+        if picture:  # then the words are in a header, where a newline is written as two characters
+            from email.header import Header
+
+            told = "\\n".join(" ".join(one.split()) for one in lines)
+            head |= {
+                "Message": Header(told, "utf-8", maxlinelen=10**6).encode(),
+                "Filename": "loss.png",
+                "Content-Type": "image/png",
+            }
+        return Letter(_ntfy(target), picture or "\n".join(lines).encode(), head)
     if host == "hooks.slack.com":
-        text = "\n".join([f"{sign} *{_slack(title)}*", *map(_slack, lines)])
+        text = "\n".join([f"{sign} *{_slack(title)}*", *map(_slack, lines), *([curve] if curve else [])])
         return Letter(target, json.dumps({"text": text}).encode())
     if host in ("discord.com", "discordapp.com", "ptb.discord.com", "canary.discord.com"):
         text = "\n".join([f"{sign} **{title}**", *lines])[:1900]
-        return Letter(target, json.dumps({"content": text, "allowed_mentions": {"parse": []}}).encode())
+        body = json.dumps({"content": text, "allowed_mentions": {"parse": []}}).encode()
+        return _with_file(target, body, picture) if picture else Letter(target, body)
     if host:
         return Letter(target, json.dumps(message).encode())
     return None
+
+
+def _with_file(target: str, told: bytes, picture: bytes) -> Letter:
+    """As a form with a file in it (multipart/form-data)."""
+    edge = os.urandom(16).hex()
+    part = f'--{edge}\r\nContent-Disposition: form-data; name="%s"%s\r\nContent-Type: %s\r\n\r\n'
+    first, second = part % ("payload_json", "", "application/json"), part % ("files[0]", '; filename="loss.png"', "image/png")  # fmt: skip
+    body = first.encode() + told + b"\r\n" + second.encode() + picture + f"\r\n--{edge}--\r\n".encode()
+    return Letter(target, body, {"Content-Type": f"multipart/form-data; boundary={edge}"})
 
 
 def _slack(text: str) -> str:
@@ -102,6 +127,8 @@ def send_mail(sent: Letter) -> None:
     mail["To"], mail["From"] = sent.address, os.environ.get("LAMP_MAIL_FROM") or sent.address
     mail["Subject"] = " ".join(sent.subject.split())
     mail.set_content(sent.body.decode("utf-8", "replace"))
+    if sent.picture:
+        mail.add_attachment(sent.picture, maintype="image", subtype="png", filename="loss.png", disposition="inline")
     server = os.environ.get("LAMP_SMTP")
     if server:
         _by_smtp(server, mail)

@@ -221,7 +221,7 @@ class StallDetector:
         answered = {pid: found for pid, found in taken.items() if found is not None and found.threads}
         if self.worked_at == snapshot.worked_at and answered:
             self.captures = {pid: (*self.captures.get(pid, ())[-1:], one) for pid, one in answered.items()}
-            pids = [process.pid for process in snapshot.processes]
+            pids = [process.pid for process in snapshot.processes if process.pid in tree.parents]
             traced = any(one.source == "py-spy" for one in answered.values())
             look = waits.look_when_settled if traced else waits.look_at_waits
             self.waits = look(pids, stacks.tried_files(answered.values()))
@@ -235,7 +235,9 @@ class StallDetector:
 def take_all(tree: ProcessTree, processes: tuple[Process, ...], everybody: bool) -> dict[int, Stacks | None]:
     """The stacks of every process that reports, or of every Python; None where they cannot be had."""
     wanted = [p.pid for p in processes if p.slot is not None or (everybody and procfs.is_python(p.pid))]
-    return {pid: stacks.take(tree.slot_path(pid), pid, ours=pid in tree.own) for pid in wanted[:_MOST_STACKS]}
+    others = tree.elsewhere.take(wanted[:_MOST_STACKS]) if tree.elsewhere is not None else {}
+    here = [pid for pid in wanted[:_MOST_STACKS] if pid not in others]
+    return {pid: stacks.take(tree.slot_path(pid), pid, ours=pid in tree.own) for pid in here} | others
 
 
 def explain(line: str, snapshot: Snapshot, taken: Mapping[int, Stacks | None], finding: Diagnosis | None) -> str:

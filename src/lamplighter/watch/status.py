@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import read_back
 from lamplighter.procs.procfs import ProcessLook
-from lamplighter.rundir import RunDir, dollars, human_bytes, parse_record, read_last_lines
+from lamplighter.rundir import RunDir, Tail, dollars, human_bytes, read_last_lines
 from lamplighter.safe_text import clean
 from lamplighter.slot import SURE_STEPS, Slot
 
@@ -49,7 +49,11 @@ class Status:
     stalled_s: float = 0.0  # since the last unit of work
     stall_words: str = ""  # what the stall is judged to be, once it has lasted longer than usual
     stopping: str = ""
+    told: str = ""  # of a command that is not ours: now, in the words of its watcher
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=4000))
+    paces: deque[float] = field(
+        default_factory=lambda: deque(maxlen=4000)
+    )  # steps a second, of a command that is not ours
     val_loss: float | None = None
     val_step: int = 0
     floor: float | None = None  # nats per token that no model can beat
@@ -60,8 +64,10 @@ class Status:
     spent_s: float = 0.0
     budget: Budget = field(default_factory=_no_budget)
     durable_age_s: float | None = None
+    mirrored_step: int | None = None  # the newest that is whole in save.mirror; none = there is no mirror
     usual_s: float | None = None  # what this phase took last time
     flags: dict[str, _Flag] = field(default_factory=dict)  # red flags that stand, by cause
+    ranks: list[dict[str, Any]] = field(default_factory=list)  # as status.json has them, for who looks from elsewhere
 
     @property
     def training(self) -> bool:
@@ -93,30 +99,6 @@ class Status:
 
 
 # ---------------------------------------------------------------- looking at a run
-
-
-class Tail:
-    """Complete new lines of a growing file; a half-written line waits for its end."""
-
-    def __init__(self, path: Path, from_end: bool = False) -> None:
-        self.path = path
-        self.offset = path.stat().st_size if from_end and path.exists() else 0
-        self.part = b""
-
-    def lines(self, limit_bytes: int = 1 << 20) -> list[str]:
-        try:
-            with read_back.open_file(self.path) as file:
-                file.seek(self.offset)
-                data = file.read(limit_bytes)
-        except OSError:  # not there yet, gone, or no file
-            return []
-        self.offset += len(data)
-        *whole, part = (self.part + data).split(b"\n")
-        self.part = part[: read_back.LINE_BYTES]  # a line without an end is none of ours: it must not fill the memory
-        return [line.decode("utf-8", "replace") for line in whole]
-
-    def records(self) -> list[dict[str, Any]]:
-        return [record for line in self.lines() if (record := parse_record(line)) is not None]
 
 
 class Rate:
@@ -171,6 +153,7 @@ class Observer:
             if number == 0:
                 self._hear(event)
         status.durable_age_s = time.time() - self.durable_at if self.durable_at else None
+        status.mirrored_step = read_back.read_object(self.run.mirror, read_back.MIRROR)[0].get("step")
         return events
 
     def begin_again(self) -> None:
@@ -185,6 +168,8 @@ class Observer:
             status.lr = record.get("train/lr") or 0.0
             wait, whole = record.get("train/data_wait_ms") or 0.0, record.get("train/dt_ms") or 0.0
             status.data_wait = 0.9 * status.data_wait + 0.1 * (wait / whole if whole else 0.0)
+        if record.get("time/steps_per_s") is not None:
+            status.paces.append(record["time/steps_per_s"])
         if record.get("eval/val_loss") is not None:
             status.val_loss, status.val_step = record["eval/val_loss"], record["step"]
 
@@ -255,19 +240,6 @@ def sparkline(values: Iterable[float], width: int) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def chart(values: Iterable[float], width: int, height: int) -> list[str]:
-    """A curve of several rows of characters, averaged to the width, each column filled up to its value."""
-    means = averaged(values, width)
-    if not means:
-        return []
-    low, high = min(means), max(means)
-    levels = [round((mean - low) / (high - low) * (8 * height - 1)) if high > low else 0 for mean in means]
-    return [
-        "".join(" " if level < 8 * row else _BARS[min(7, level - 8 * row)] for level in levels)
-        for row in range(height - 1, -1, -1)
-    ]
-
-
 def line(status: Status) -> str:
     """The status of now with what must not be missed, in one line."""
     return " · ".join(part for part in (sentence(status), alert(status)) if part)
@@ -276,6 +248,8 @@ def line(status: Status) -> str:
 def sentence(status: Status) -> str:
     """The status of now; something in it changes every time."""
     slot = status.slot
+    if status.told:
+        return status.told
     if slot is None or not slot.phase:
         return f"starting ({duration(time.monotonic() - status.started)})"
     parts = _training_words(status, slot) if status.training else _phase_words(status, slot)
@@ -305,7 +279,8 @@ def _training_words(status: Status, slot: Slot) -> list[str]:
     if status.eta_s is not None:
         parts.append(f"{duration(status.eta_s)} left")
     if slot.step or slot.durable_step:
-        parts.append(f"safe to step {slot.durable_step}")
+        mirrored = f" (mirrored {status.mirrored_step})" if status.mirrored_step is not None else ""
+        parts.append(f"safe to step {slot.durable_step}{mirrored}")
     if slot.phase != "train":
         inner = slot.phase.removeprefix("train > ")
         count = f" {amount(slot.done, '')}/{amount(slot.total, slot.unit)}" if slot.total > 0 else ""

@@ -31,9 +31,10 @@ from lamplighter.rundir import VERSIONS, LineFile, RunDir, cannot_write, identit
 from lamplighter.safe_text import mask_record
 from lamplighter.slot import read_slot
 from lamplighter.watch import end_diagnosis
+from lamplighter.watch.elsewhere import shown_pids
 from lamplighter.watch.gpu_watch import GpuWatch, RunLook
 from lamplighter.watch.notify import Notifier
-from lamplighter.watch.process_tree import ProcessTree, Snapshot, open_pidfd, read_slots
+from lamplighter.watch.process_tree import OtherMachines, ProcessTree, Snapshot, open_pidfd, read_slots
 from lamplighter.watch.resources import ResourceWatch
 from lamplighter.watch.restart_policy import Decision, RestartPolicy
 from lamplighter.watch.stall import CLOSE_LOOK_S, LOOK_EVERY_S, STALL_S, StallDetector, explain, keep_text, take_all
@@ -49,6 +50,7 @@ _ASKED_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
 _SAVE_S = 2.0  # for a save before a kill
 _REQUESTS = (".why", ".stop", ".save")
 _MOST_REQUESTS = 20  # in one look; the others wait for the next
+_DIE_TOGETHER_S = 0.03  # several ranks that end by one cause
 _FOLDER_LOST_S = 1.0  # so long must the run's folder be away before anything is done about it
 
 
@@ -81,6 +83,7 @@ class Root:
 
     process: RootProcess
     slot: Path | None = None  # of our own; the agent has its own names for those of a command
+    end_fd: int = -1  # of one on another machine: it becomes readable when that has ended
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,12 @@ class TargetState:
     at_once: bool = False  # without waiting for a save
     output_bytes: int = -1  # that count as work
     data_wait: float = 0.0  # share of a step, where it is known
+    memory_step: int = 0  # that another attempt can go on from, though it is not durable
+
+    @property
+    def kept_step(self) -> int:
+        """The newest that another attempt goes on from."""
+        return max(self.durable_step, self.memory_step)
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,25 @@ class Target(Protocol):
         """The step that will be saved; 0 where there is none."""
         ...
 
-    def kill(self, snapshot: Snapshot | None) -> None: ...
+    def kill(self, snapshot: Snapshot | None, culprit: int = 0) -> None:
+        """All of it; the culprit alone, where the others can go on without it."""
+        ...
+
+    @property
+    def goes_on_with(self) -> bool:
+        """Whether processes that are left stay for the next attempt."""
+        ...
+
+    @property
+    def grows(self) -> bool:
+        """Whether a process that was lost can be replaced now: the next attempt begins, though nothing has failed."""
+        ...
+
+    @property
+    def elsewhere(self) -> OtherMachines | None:
+        """Those of its processes that run on other machines."""
+        ...
+
     def death(self, code: int) -> Death | None: ...
     def outcome(self, ending: Ending) -> RunOutcome: ...
     def report(self, outcome: RunOutcome, attempts: int) -> None: ...
@@ -175,7 +202,7 @@ class Supervisor:
                 stale.unlink(missing_ok=True)
         self.attempt = 1 + last_attempt(run)
         self.events = LineFile(run.events)
-        self.notifier = Notifier(notify, run.name, lambda text: target.say(text, "bold yellow"))
+        self.notifier = Notifier(notify, run.name, lambda text: target.say(text, "bold yellow"), run)
         self.track = track
         self.following: Following | None = None
         self.stall = StallDetector(run, self.facts.ours)
@@ -235,10 +262,12 @@ class Supervisor:
         first_words.end()  # from here on the loop speaks, and somebody else's command
         roots = self.target.start(self.attempt, self.policy.eager)
         self.processes = [root.process for root in roots]
-        pids = [process.pid for process in self.processes]
+        pids = [root.process.pid for root in roots if root.end_fd < 0]
         self.pidfds = [fd for pid in pids if (fd := open_pidfd(pid)) >= 0]
+        self.pidfds += [root.end_fd for root in roots if root.end_fd >= 0]
         own = {root.process.pid: root.slot for root in roots if root.slot is not None}
         self.tree = ProcessTree(pids, self.run.slots, own)
+        self.tree.elsewhere = self.target.elsewhere
         if self.track is not None and self.track.to and self.following is None:
             from lamplighter.watch.trackers.following import Following  # few runs have a tracker
 
@@ -252,6 +281,8 @@ class Supervisor:
             os.read(self.wake, 64)
         self._guarded(self._heed_stop)
         codes = [process.poll() for process in self.processes]
+        if self.target.grows and not self.stop_reason:
+            return True
         failed = any(code not in (None, DONE, STOPPED_EARLY) for code in codes)  # one rank that failed ends the group
         return failed or all(code is not None for code in codes)
 
@@ -340,7 +371,24 @@ class Supervisor:
 
     def _goes_on(self) -> bool:
         """Was this end a restart of ours, or a death that another attempt may outlive?"""
-        self._forget_processes()
+        if self.target.goes_on_with:
+            time.sleep(_DIE_TOGETHER_S)
+        ended = [code for process in self.processes if (code := process.poll()) is not None]
+        if self.target.grows and not ended:  # nothing has failed
+            self._forget_processes(all_of_them=False)
+            return True
+        stays = self.target.goes_on_with and not self.stop_reason and self.planned != "stop"
+        if not stays:
+            self._forget_processes()
+        elif failed := [code for code in ended if code]:
+            self.code = failed[0]
+        goes_on = self._is_outlived()
+        if stays:
+            self._forget_processes(all_of_them=not goes_on)
+        return goes_on
+
+    def _is_outlived(self) -> bool:
+        """Whether another attempt follows; the verdict on a death says it."""
         if self.facts.ours and not self._has_folder():  # the process noticed it first: there is nothing to go on from
             return False
         if self.planned in ("restart", "fallback"):
@@ -349,7 +397,7 @@ class Supervisor:
         if death is None:
             return False
         state = self.target.state()
-        decision = self.policy.dead(death.how, state.step, state.durable_step, death.compiling)
+        decision = self.policy.dead(death.how, state.step, state.kept_step, death.compiling)
         if broken := self.gpus.hopeless():  # another attempt would meet the same card
             decision = Decision("stop", f"{broken.why}; {broken.advice}")
         advice = decision.why or "run the same command again"
@@ -358,18 +406,24 @@ class Supervisor:
         self._say_verdict(replace(death.verdict, next=advice, action=decision.action))
         return decision.action in ("restart", "fallback")
 
-    def _forget_processes(self) -> None:
-        """Those that are left are ended; the code of the first that failed by itself decides."""
+    def _forget_processes(self, all_of_them: bool = True) -> None:
+        """Those that are left are ended, unless they stay; the code of the first that failed by itself decides."""
         failed = [code for process in self.processes if (code := process.poll())]
-        self.target.kill(None)
+        if all_of_them:
+            self.target.kill(None)
         self.tree.close()
         for fd in self.pidfds:
             os.close(fd)
         self.pidfds = []
         for process in self.processes:
+            if not all_of_them and process.poll() is None:
+                continue
             pid = {} if self.facts.ours else {"pid": process.pid}
             self._event("child_end", **pid, code=process.wait(), attempt=self.attempt)
-        self.code = failed[0] if failed else self.processes[0].wait()
+        if failed:
+            self.code = failed[0]
+        elif all_of_them:
+            self.code = self.processes[0].wait()
 
     def _begin_again(self) -> None:
         """The next attempt; of ours, from the durable step."""
@@ -397,12 +451,12 @@ class Supervisor:
             self.target.say(f"WARNING  {problem}", "bold yellow")
 
     def _say_verdict(self, verdict: Verdict, **more: Any) -> None:
-        event = {"type": "verdict", "t": time.time(), **asdict(verdict), **more}
+        event = {"type": "verdict", "t": time.time(), **asdict(verdict), "culprit": shown_pids(verdict.culprit), **more}
         self._write_event(event)
         told = tell(event)
         self.target.say("\n".join(text for text, _ in told), told[0][1], urgent=True)
         told_more = {"cause": verdict.cause, "action": verdict.action, "next": verdict.next}
-        self.notifier.tell(verdict.state, verdict.why, **told_more, **self._outlook())
+        self.notifier.tell_verdict(verdict.state, verdict.why, **told_more, **self._outlook())
 
     def _hear(self) -> None:
         """What the processes report, and who of those that they started has ended."""
@@ -469,7 +523,7 @@ class Supervisor:
         state = self.target.state()
         if finding.provable and self.stall.proved_s < _PROVED_S:
             return
-        decision = self.policy.stuck(finding, state.step, state.durable_step)
+        decision = self.policy.stuck(finding, state.step, state.kept_step)
         if decision.action == "none" or (decision.action == "fallback" and not self.facts.ours):
             return
         hung = finding.verdict.cause == "hung_kernel"  # nothing can be read from a card that does not answer
@@ -481,7 +535,8 @@ class Supervisor:
         if self.facts.ours:
             self.target.say(f"step {saved} is safe; the process is killed ({decision.action})", "bold")
             self.planned_why = f"{finding.verdict.why}; {decision.why}"
-            self.target.kill(self.snapshot)
+            culprit = finding.verdict.culprit.get("pid") if decision.action == "restart" else 0
+            self.target.kill(self.snapshot, culprit if isinstance(culprit, int) else 0)
         else:  # a command of somebody else is asked to end first
             self.planned_why = decision.why
             self._ask_stop(finding.verdict.why, by_us=True)
@@ -599,10 +654,12 @@ class Supervisor:
         )
         outcome = self.target.outcome(ending)
         self._guarded(lambda: self._write_end(outcome))
-        self.notifier.tell(outcome.state, outcome.words, code=outcome.code)
+        self.notifier.tell_end(outcome.state, outcome.words, self.facts.ours, code=outcome.code)
         self.notifier.close()
         if self.following is not None:
             self.following.close(self.target.state().step)
+            if self._has_folder():  # how far they came is known only now
+                self._guarded(lambda: self._write_status(outcome.state, exit_code=outcome.code, outcome=outcome.words))
         self.target.close(outcome)
         return outcome.code
 

@@ -7,17 +7,14 @@ Out: processes of `python -m lamplighter.commands.child_main`, what they report 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +33,27 @@ from lamplighter.errors import (
     NoCheckpoint,
     RefusedByPlan,
 )
-from lamplighter.procs import prctl, procfs, signals, stacks
+from lamplighter.procs import prctl, procfs, signals
 from lamplighter.report import Verdict
-from lamplighter.rundir import RunDir, number, open_lines, read_status
+from lamplighter.rundir import LineFile, RunDir, Tail, number, read_status
 from lamplighter.safe_text import clean
-from lamplighter.slot import Slot, read_slot
+from lamplighter.slot import Slot
 from lamplighter.watch import time_report
 from lamplighter.watch.console import Console
 from lamplighter.watch.curves import CurveSketch
+from lamplighter.watch.elsewhere import Elsewhere, RemoteProcess
+from lamplighter.watch.launcher import Launcher, memory_files
 from lamplighter.watch.process_tree import Snapshot
 from lamplighter.watch.rank_series import RankSeries
 from lamplighter.watch.stall import StallDetector
-from lamplighter.watch.status import Observer, Tail, duration, line, tell, tell_step
+from lamplighter.watch.status import Observer, duration, line, tell, tell_step
 from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
 
 _OUTPUT_LINES = 40
 _LEDGER_NAMES = 5  # on the screen, where the last validation and sample must stay in sight; report.md has all
 _BUDGET_BACKSTOP_S = 5.0
-_SPIN = "3000"  # turns of waiting before a thread sleeps: chosen by measurement, decision 005
-_ALLOCATOR, _PRODUCTS = "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"
+_STANDBY_PAYS_S = 300.0  # auto: a run that lasts at least so much longer gets a process that stands by
+_STANDBY_SPARE = 2.0  # and this many times what a rank takes must be free
 _OF_EVERY_RANK = ("hello", "error")
 _NO_WORD = "it did not say that it was done; your code or a library may have called os._exit"
 _STATES = {
@@ -87,7 +86,11 @@ class ChildSpec:
     result_fd: int = -1
     child_stdin: int = subprocess.DEVNULL
     ranks: int = 1
+    elastic: bool = False  # ranks can go on without one that died
+    spare: str | int = 0  # processes that stand by
     restarts: bool = False  # a child that dies is started again, though it trains nothing: a server
+    elsewhere: Elsewhere = field(default_factory=Elsewhere)  # the other nodes of the run
+    told: dict[str, str] = field(default_factory=dict)  # more for the environment of every rank
 
 
 class Trainer:
@@ -101,16 +104,27 @@ class Trainer:
         self.last_status = read_status(run)
         self.spent_before_s = number(self.last_status.get("spent_s"))
         self.durable_before = self._durable_on_disk()
-        self.ranks = range(spec.ranks)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.launcher = Launcher(
+            run,
+            spec.verb,
+            spec.ranks,
+            spec.lock_fd,
+            spec.result_fd,
+            spec.child_stdin,
+            spec.elastic and spec.ranks > 1,
+            memory_files() if spec.keeps_report else [],
+            elsewhere=spec.elsewhere,
+        )
+        self.standby_said: set[str] = set()
         self.failed: list[int] = []  # ranks that have ended in a way that ends all of them
-        self.observer = Observer(run, [run.rank_events(rank) for rank in self.ranks], spec.budget)
+        self.observer = Observer(run, [run.rank_events(rank) for rank in range(spec.ranks)], spec.budget)
         self.status = self.observer.status
         self.status.started = self.began
         self.output = Tail(run.output, from_end=True)
         self.sketch = CurveSketch(run) if spec.keeps_report else None
         self.series, self.attempt = RankSeries(run), 1
         self.interrupts, self.signalled = 0, ""
+        self.event_files: dict[int, LineFile] = {}  # of ranks of other nodes
         self.oom_before = procfs.oom_kills()
         self.peak_bytes = 0
         self.error_heard = False
@@ -127,6 +141,16 @@ class Trainer:
         return self.spent_before_s + time.monotonic() - self.began
 
     @property
+    def processes(self) -> list[subprocess.Popen[bytes] | RemoteProcess]:
+        """By rank."""
+        return self.launcher.processes
+
+    @property
+    def ranks(self) -> range:
+        """That there are now."""
+        return range(len(self.processes))
+
+    @property
     def slot(self) -> Slot | None:
         """Of the first rank."""
         return self.status.slot
@@ -137,24 +161,60 @@ class Trainer:
     # ---------------------------------------------------------------- start
 
     def start(self, attempt: int, eager: bool) -> list[Root]:
-        """One process for each rank; again from the durable step, without the compiler where that was given up."""
+        """One process for each rank; again from the newest step, without the compiler where that was given up."""
+        where = ""
         if self.processes:
             self.oom_before = procfs.oom_kills()
             self.last_status = read_status(self.run)
             self.durable_before = self._durable_on_disk()
             self.request |= {"resume": "auto", "eager": eager, "same_settings": True}
+            kept = self.slot.memory_step if self.slot else 0
+            where = f"going on from step {max(kept, self.durable_before)}"
+            where += ", which is in memory" if kept > self.durable_before else ""
             self.observer.begin_again()
-            self.say(f"attempt {attempt}: going on from step {self.durable_before}", "bold")
         prctl.adopt_orphans()
-        for stale in self.run.slots.glob("meeting-*"):  # where ranks of an earlier attempt have met
-            stale.unlink(missing_ok=True)
-        self.failed, self.attempt = [], attempt
-        self.processes = [self._spawn_rank(rank, attempt) for rank in self.ranks]
+        again, self.failed, self.attempt = bool(self.processes), [], attempt
+        how = self.launcher.start(self.request, attempt, self._times())
+        if again:
+            self.say(f"attempt {attempt}: {how or where}", "bold")
         if self.spec.keeps_report:
             threading.Thread(
                 target=self._record_environment, args=(attempt,), name="lamp-environment", daemon=True
             ).start()
-        return [Root(process, self.run.slot(rank)) for rank, process in enumerate(self.processes)]
+        return [self._root(rank, process) for rank, process in enumerate(self.processes)]
+
+    def _root(self, rank: int, process: subprocess.Popen[bytes] | RemoteProcess) -> Root:
+        if isinstance(process, RemoteProcess):
+            return Root(process, end_fd=process.open_end())
+        return Root(process, self.run.slot(rank))
+
+    def _times(self) -> dict[str, str]:
+        return {**self.spec.told, "LAMP_SPENT_S": str(self.spent_before_s), "LAMP_STARTED_MONOTONIC": str(self.began)}
+
+    def _tend_standby(self) -> None:
+        """Have a process ready for the next death, where that is wanted and pays."""
+        slot, spare = self.slot, self.spec.spare
+        trains = slot is not None and slot.phase.startswith("train") and (slot.memory_step or slot.durable_step)
+        if not spare or not trains or self.signalled or self.status.stopping or self.launcher.standby_is_ready:
+            return
+        missing = len(self.processes) < self.launcher.ranks
+        if spare == "auto" and not missing and self.launcher.standby is None:
+            if (self.status.eta_s or 0.0) < _STANDBY_PAYS_S:
+                return
+            need = _STANDBY_SPARE * self.peak_bytes
+            if (left := procfs.memory_left()) < need:
+                self.standby_words(
+                    f"no process stands by: {need / 1e9:.1f} GB for it, and {left / 1e9:.1f} GB are free"
+                )
+                return
+        request = {**self.request, "resume": "auto", "same_settings": True}
+        if problem := self.launcher.stand_by(request, self.attempt, self._times()):
+            self.standby_words(problem)
+
+    def standby_words(self, words: str) -> None:
+        if words not in self.standby_said:
+            self.standby_said.add(words)
+            self.say(f"note  {words}")
 
     def _record_environment(self, attempt: int) -> None:
         """Beside the start of the child: git may take a while."""
@@ -162,46 +222,7 @@ class Trainer:
 
         changed = environment.record(self.run, attempt, Path.cwd())
         if changed and not self.ended:  # the last words of a short run come last
-            more = f" and {len(changed) - 8} more, in environment.json" if len(changed) > 8 else ""
-            self.say(f"note  changed since the attempt before: {'; '.join(changed[:8])}{more}")
-
-    def _spawn_rank(self, rank: int, attempt: int) -> subprocess.Popen[bytes]:
-        spec, fifo = self.spec, self.run.fifo(rank)
-        for stale in self.run.slots.glob(f"rank{rank}.*"):  # of an earlier attempt, or no pipe where one is needed
-            stale.unlink(missing_ok=True)
-        os.mkfifo(fifo, 0o600)
-        output = open_lines(self.run.output, mode=0o600)  # whatever it prints is in there
-        request = json.dumps(
-            {**self.request, "folder": str(self.run.path), "result_fd": spec.result_fd, "lock_fd": spec.lock_fd}
-        )
-        try:
-            return subprocess.Popen(
-                # -P: what lies in the current folder (a model folder, say) is not imported in a library's place
-                [sys.executable, "-P", "-m", "lamplighter.commands.child_main", spec.verb, request],
-                stdin=spec.child_stdin,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                pass_fds=[fd for fd in (spec.lock_fd, spec.result_fd) if fd >= 0],
-                env=self._environment(rank, attempt),
-            )
-        finally:
-            os.close(output)
-
-    def _environment(self, rank: int, attempt: int) -> dict[str, str]:
-        return {
-            **os.environ,
-            **threads_wait(os.environ),
-            _PRODUCTS: os.environ.get(_PRODUCTS, ":4096:8"),  # read once, before the first product; exact ones need it
-            _ALLOCATOR: os.environ.get(_ALLOCATOR, "expandable_segments:True"),  # fewer holes; changes no number
-            "PYTHONUNBUFFERED": "1",
-            "LAMP_RANK": str(rank),
-            "LAMP_WORLD": str(self.spec.ranks),
-            "LAMP_ATTEMPT": str(attempt),
-            "LAMP_PARENT_PID": str(os.getpid()),
-            "LAMP_SPENT_S": str(self.spent_before_s),
-            "LAMP_STARTED_MONOTONIC": str(self.began),
-        }
+            self.say(environment.told_changes(changed))
 
     # ---------------------------------------------------------------- signals and stopping
 
@@ -225,31 +246,46 @@ class Trainer:
     def ask_stop(self, reason: str, again: bool) -> None:
         """Tell every rank to save the last completed step and leave; again, while it had not opened its FIFO yet."""
         for rank in self.ranks:
-            slot = read_slot(self.run.slot(rank)) if again else None
+            slot = self.launcher.slot_of(rank) if again else None
             if slot is None or not slot.stopping:
-                stacks.send(self.run.slot(rank), f"stop {reason}")
+                self.launcher.tell(rank, f"stop {reason}")
         if not again:
             what = ": saving the last completed step" if self.spec.keeps_report else ""
             self.say(f"stopping ({reason}){what}; Ctrl+C again leaves at once", "bold")
 
     def ask_save(self) -> int:
         for rank in self.ranks:
-            stacks.send(self.run.slot(rank), "save")
+            self.launcher.tell(rank, "save")
         return self.slot.step if self.slot else 0
 
-    def kill(self, snapshot: Snapshot | None) -> None:
-        """The ranks and everything that they started (each has a session of its own)."""
+    def kill(self, snapshot: Snapshot | None, culprit: int = 0) -> None:
+        """The ranks and everything that they started; the culprit alone, where the others can go on without it."""
         if not self.failed:
             self.failed = [rank for rank in self.ranks if self.processes[rank].poll()]
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):  # nobody is left in that session
-                os.killpg(process.pid, signal.SIGKILL)
+        one = [rank for rank in self.ranks if self.processes[rank].pid == culprit]
+        self.launcher.kill(one if one and self.launcher.elastic else list(self.ranks))
+
+    @property
+    def goes_on_with(self) -> bool:
+        """Whether ranks that are left go on in the next attempt, with their memory."""
+        return self.launcher.elastic and bool(self.launcher.survivors)
+
+    @property
+    def grows(self) -> bool:
+        return self.launcher.grows
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Ranks of other nodes."""
+        return self.spec.elsewhere if self.spec.elsewhere.nodes else None
 
     # ---------------------------------------------------------------- what they report
 
     def hear(self, snapshot: Snapshot, stall: StallDetector) -> Iterator[dict[str, Any]]:
         """Merge the ranks' events, and say what has words."""
         first = snapshot.processes[0]
+        if self.elsewhere is not None:
+            self._hear_other_nodes()
         self.series.look(snapshot, self.attempt)
         self.peak_bytes = max(self.peak_bytes, first.look.rss_bytes)
         finding = stall.finding
@@ -262,6 +298,7 @@ class Trainer:
                 self.say(text, style)
             yield {**event, "rank": rank}
         self.foretold_s = self.status.end_s or self.foretold_s
+        self._tend_standby()
         if self.sketch is not None:
             self.sketch.look(self.status.floor)
         for record in self.observer.fresh if self.spec.verbose else []:
@@ -272,6 +309,20 @@ class Trainer:
         if len(fresh) > _OUTPUT_LINES:
             self.say(f"  | ... {len(fresh) - _OUTPUT_LINES} more lines in {self.run.output}", "dim")
 
+    def _hear_other_nodes(self) -> None:
+        """Their lines of events go into files here, which are read as those of our own ranks are."""
+        self.launcher.pass_on_meeting(self.attempt)
+        events, output = self.spec.elsewhere.drain()
+        for rank, text in events:
+            if rank not in self.event_files:
+                self.event_files[rank] = LineFile(self.run.rank_events(rank))
+            self.event_files[rank].write(text)
+        for host, text in output[:_OUTPUT_LINES]:
+            self.say(f"  | {host}: {clean(text)}", "dim")
+        for words in self.spec.elsewhere.fresh_words():
+            self.say(words, "bold yellow")
+        self.signalled = self.signalled or self.spec.elsewhere.wants_stop()
+
     def _take_in(self, event: dict[str, Any]) -> None:
         kind = event.get("type")
         self.error_heard = self.error_heard or kind == "error"
@@ -279,6 +330,8 @@ class Trainer:
             self.ended_early = {name: event.get(name) for name in ("step", "steps", "since_best", "best_step", "why")}
         elif kind == "verdict" and event.get("cause") == "budget":
             self.stopped_by = event
+        elif kind == "sharded":  # no rank holds what another has lost: all start again
+            self.launcher.elastic, self.spec = False, replace(self.spec, spare=0)
         elif kind == "overflow":
             self.overflows = int(number(event.get("count")))
         elif kind == "stopping":
@@ -301,6 +354,7 @@ class Trainer:
             stop_wanted=self.signalled or ("the budget is spent" if spent else ""),
             at_once=self.interrupts > 1,
             data_wait=self.status.data_wait,
+            memory_step=self.slot.memory_step if self.slot else 0,
         )
 
     def status_fields(self) -> dict[str, Any]:
@@ -324,25 +378,15 @@ class Trainer:
             "usd": round(self.spec.budget.spent_usd(self.spent_s), 6),
             **self._forecast(),
             "durable_step": durable,
+            **({"memory_step": slot.memory_step} if slot and slot.memory_step else {}),
+            **({"mirrored_step": found} if (found := self.status.mirrored_step) is not None else {}),
             "spent_s": round(self.spent_s, 2),
             "flags": list(self.status.flags.values()),
             **{name: words for name in ("exact", "path") if (words := getattr(self.status, name))},
             **({"ended_early": self.ended_early} if self.ended_early else {}),
-            **({"ranks": list(map(self._rank_fields, self.ranks))} if self.spec.ranks > 1 else {}),
+            **({"ranks": self.series.now([one.pid for one in self.processes])} if self.spec.ranks > 1 else {}),
+            **({"nodes": self.spec.elsewhere.records()} if self.elsewhere is not None else {}),
             **self._budget_spent(),
-        }
-
-    def _rank_fields(self, rank: int) -> dict[str, Any]:
-        """One rank at this moment."""
-        slot = read_slot(self.run.slot(rank)) or Slot()
-        look = procfs.look(slot.pid) if slot.pid else None
-        return {
-            "rank": rank,
-            "pid": slot.pid,
-            "step": slot.step,
-            "phase": slot.phase,
-            "span": slot.coll if slot.in_coll else slot.span,
-            "ram_gb": round(look.rss_bytes / 1e9, 3) if look else 0.0,
         }
 
     def _val_loss(self) -> float | None:
@@ -394,6 +438,8 @@ class Trainer:
         """A process that is gone without having ended, or by an error that may pass: another attempt may outlive that."""
         slot, (step, _) = self.slot, self._standing()
         culprit: dict[str, object]
+        if code == CHILD_LOST and (lost := self._lost_node(step)) is not None:
+            return lost
         passing = code == CRASHED and slot is not None and bool(slot.passing)
         if (
             not (self._lost(code) or passing)
@@ -427,7 +473,25 @@ class Trainer:
             why = f"{who} {how} at step {step}, in the middle of its work: {_NO_WORD}"
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
         culprit = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
-        return Death(how, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
+        same = how if self.spec.ranks == 1 else f"rank {failed}, {how}"  # two ranks may die in one instant
+        return Death(same, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
+
+    def _lost_node(self, step: int) -> Death | None:
+        """Ranks that have ended for us because their whole node cannot be reached."""
+        ranks = {
+            rank: one for rank, one in enumerate(self.processes) if isinstance(one, RemoteProcess) and one.node.lost
+        }
+        if not ranks:
+            return None
+        nodes = {one.node.number: one.node for one in ranks.values()}
+        who = " and ".join(f"{node.words}: {node.lost}" for node in nodes.values())
+        which = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        why = f"{who}; {which} went with it at step {step}"
+        evidence = tuple(f"{node.words} said its last word {node.last_word_s:.1f} s ago" for node in nodes.values())
+        culprit = {"rank": min(ranks), "node": min(nodes), "host": nodes[min(nodes)].host}
+        verdict = Verdict("dead", "node_lost", why, "", evidence=evidence, culprit=culprit)
+        advice = "" if self.launcher.elastic else "ranks on GPUs cannot go on without the others"
+        return Death(f"node {min(nodes)} was lost", verdict, compiling=False, advice=advice)
 
     def _lost(self, code: int) -> bool:
         """Whether the child is gone without having ended: killed, or left with a code that is not its own last word.
@@ -447,7 +511,7 @@ class Trainer:
     def _slot_of(self, code: int) -> Slot | None:
         """The slot of the rank that left with this code: its own last word is what counts, not that of rank 0."""
         rank = self._rank_that_left(code)
-        return self.slot if rank == 0 else read_slot(self.run.slot(rank))
+        return self.slot if rank == 0 else self.launcher.slot_of(rank)
 
     def _rank_that_left(self, code: int) -> int:
         """Those that failed by themselves come before those that were ended with them."""
@@ -572,6 +636,9 @@ class Trainer:
 
     def close(self, outcome: RunOutcome) -> None:
         """What to run next."""
+        self.launcher.close()
+        for node in self.spec.elsewhere.nodes:
+            node.close(outcome.code, outcome.words)
         if outcome.code != DONE and self.spec.resume_command and outcome.code not in _NOT_BY_RESUMING:
             more = self.spec.budget.enough_for(self.foretold_s or 2 * self.spent_s) if self._spent_all else ""
             self.say(f"next: {with_settings(self.spec.resume_command, more)}", "bold")
@@ -603,9 +670,3 @@ def with_settings(command: str, settings: str) -> str:
             at = words.index(flag)
             del words[at : at + 2]
     return shlex.join([*words, *new])
-
-
-def threads_wait(environ: Mapping[str, str]) -> dict[str, str]:
-    """Threads that wait for each other spin a little and then sleep; who has said otherwise is heard."""
-    said = "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ
-    return {} if said else {"GOMP_SPINCOUNT": _SPIN}

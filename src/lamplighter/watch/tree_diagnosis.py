@@ -71,7 +71,10 @@ def _part_stopped(sample: GroupSample) -> Diagnosis | None:
     )  # a program that is no Python has no line
     culprit = {**found.verdict.culprit, **(line.fields() if line else {})}
     holder = {"kind": "child", "what": one.words, "holder": "whoever sent it SIGSTOP"}
-    return replace(found, verdict=replace(found.verdict, culprit=culprit, waits_for=holder))
+    ranks = [process for process in sample.last.processes if process.is_ours]
+    held_up = one.is_ours and any(rank not in halted for rank in ranks)  # the others cannot go on without it
+    verdict = replace(found.verdict, culprit=culprit, waits_for=holder)
+    return replace(found, verdict=verdict, provable=found.provable or held_up)
 
 
 def _frozen(sample: GroupSample) -> Diagnosis | None:

@@ -131,9 +131,10 @@ class _Counter:
         """The conversations of one row; returns how many bytes of text they hold."""
         size = 0
         try:
-            if rows.kind_of_row(row) not in (kind, None):
+            here = rows.kind_of_row(row, kind == rows.PAIR)
+            if here not in (kind, None):
                 raise NotAnExample("it is a row of another kind than those before it")
-            if rows.kind_of_row(row) is None and not {"instruction", "prompt", "messages"} & set(row):
+            if here is None and not {"instruction", "prompt", "messages"} & set(row):
                 raise NotAnExample(f"it has not the keys {rows.KIND_WORDS[kind]}")
             for messages in rows.conversations(row, kind, self.template.between):
                 size += sum(len(message["content"]) for message in messages)

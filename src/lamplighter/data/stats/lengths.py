@@ -168,11 +168,15 @@ def fitting(lengths: Lengths, share: float = _HOLDS) -> int:
 
 
 def packing_window(lengths: Lengths) -> int:
-    """The least power of two that holds enough of them whole, and in which packing leaves little padding."""
-    first = best = fitting(lengths)
-    while best < 16 * first and padding_share(np.asarray(lengths, np.int64), "packed", best, 1) > _LITTLE:
-        best *= 2
-    return best
+    """The least power of two that holds enough of them whole, and in which packing leaves little padding; of few examples, which
+    leave more of any window empty, the one in which it leaves least."""
+    first = fitting(lengths)
+    shares: dict[int, float] = {}
+    for size in (first << doublings for doublings in range(5)):
+        shares[size] = padding_share(np.asarray(lengths, np.int64), "packed", size, 1)
+        if shares[size] <= _LITTLE:
+            return size
+    return min(shares, key=lambda size: (shares[size], size))
 
 
 def advise(lengths: Lengths, seq_len: int, batch_size: int, examples: bool) -> list[LengthAdvice]:

@@ -42,7 +42,7 @@ def new_hash() -> hashlib.blake2b:
 
 def text_hash(normal: str) -> int:
     found = new_hash()
-    found.update(normal.encode())
+    found.update(normal.encode("utf-8", "surrogatepass"))  # half of a character pair may stand in a JSON string
     return int.from_bytes(found.digest(), "little")
 
 

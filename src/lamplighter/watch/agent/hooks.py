@@ -216,7 +216,9 @@ def _collective_begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def _collective_ends(begun: int, args: object, worked: bool) -> None:
     if begun:
-        bootstrap.slot.set("in_coll", 0)
+        slot = bootstrap.slot
+        slot.set("in_coll", 0)
+        slot.add("coll_ns", monotonic_ns() - slot.get("coll_since_ns"))
         _in_collective.discard(begun)
 
 
