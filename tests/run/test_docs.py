@@ -172,7 +172,7 @@ def test_the_way_of_text_and_the_hanging_script(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
     run = RunDir(tmp_path / "runs" / "slm")
     going = start_lamp(*real, cwd=tmp_path)
-    wait_for(lambda: slot_of(run).phase in ("compile", "first step", "train"), 90, going)
+    wait_for(lambda: slot_of(run).phase in ("compile", "first step", "train"), 300, going)
     wait_for(lambda: "parameters (gpt2)" in (tmp_path / "out.txt").read_text(), 10, going)
     going.send_signal(signal.SIGTERM)
     assert going.wait(40) == 75

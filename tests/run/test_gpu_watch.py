@@ -19,7 +19,7 @@ from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir, read_json, read_lines
 from lamplighter.watch import gpu_watch
 from lamplighter.watch.gpu_watch import GpuWatch, RunLook
-from running import LAMP, TINY, clean_env, line_in, losses_of, verdicts_of, wait_for, write_model
+from running import LAMP, LONG, TINY, clean_env, line_in, losses_of, verdicts_of, wait_for, write_model
 
 SOURCE = Path(__file__).parents[1] / "fixtures" / "fake_nvml.c"
 
@@ -210,6 +210,7 @@ def before(model):
 """
 
 
+@LONG  # the rule: tests/unit/test_verdict.py
 def test_a_kernel_that_does_not_end_is_named_and_given_up_after_patience(library: Path, tmp_path: Path) -> None:
     """A C function that spins without the GIL, as a wait for a GPU does, beside a driver that says the card is busy."""
     (tmp_path / "spin.c").write_text("void wait_for_the_card(void) { for (volatile int i = 0;; i++); }\n")

@@ -24,9 +24,9 @@ def use():
 def cost():
     use()
     before = faults()
-    for _ in range(30):  # glibc may take another place or two before it settles
+    for _ in range(10):  # glibc may take another place or two before it settles
         use()
-    return (faults() - before) // 30
+    return (faults() - before) // 10
 plain = cost()
 with kept_memory(torch.device("cpu")):
     kept, inside = cost(), here.memory_info().rss

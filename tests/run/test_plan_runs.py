@@ -204,6 +204,7 @@ def test_a_card_of_this_machine_is_planned_for(
 # ---------------------------------------------------------------- memory on paper, and of a real process
 
 
+@LONG  # in float32: tests/unit/test_plan_memory.py
 def test_a_layer_keeps_what_is_written_down_in_bf16() -> None:
     run_with_bf16(__file__)
 

@@ -17,7 +17,7 @@ from lamplighter.data.token_cache.reader import CacheSettings, open_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.rundir import sealed
 from opening import ensure, open_source
-from running import TINY, Command, lamp, shared, start_lamp, wait_for
+from running import LONG, TINY, Command, lamp, shared, start_lamp, wait_for
 
 BYTES = ["--tokenizer.kind", "bytes"]
 
@@ -135,7 +135,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, by
     return path, content(folder / "runs" / ".cache")
 
 
-@pytest.mark.parametrize("victim", ["worker", "child", "parent"])
+@pytest.mark.parametrize("victim", ["worker", *(pytest.param(name, marks=LONG) for name in ("child", "parent"))])
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path, corpus: tuple[Path, dict[str, bytes]], victim: str) -> None:
     path, truth = corpus
     words = ["data", "prepare", *BYTES, "--data.paths", str(path), "--data.workers", "2"]

@@ -13,6 +13,7 @@ from lamplighter.train.bf16 import make_it_work
 from running import LONG, NO_BF16, TINY, Command, losses_of, run_with_bf16
 
 
+@LONG  # in float32: tests/unit/test_recompute.py
 def test_every_number_is_the_same_in_bf16() -> None:
     run_with_bf16(__file__)
 

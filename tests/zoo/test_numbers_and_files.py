@@ -104,6 +104,7 @@ def BAD(module):
 """
 
 
+@LONG  # tests/run/test_staging_runs.py rolls back too
 def test_bad_batches_in_a_row_are_rolled_back_and_passed_over(tmp_path: Path, zoo_row: Row, here: Command) -> None:
     (tmp_path / "nan_model.py").write_text(NAN_MODEL + bad_from(22, 25))
     words = [*QUICK, "--model.family", "nan_model:Model"]
@@ -176,6 +177,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, zoo_row: Ro
     zoo_row("nan_weights_saved", "same step", "restart", 0)
 
 
+@LONG
 def test_a_learning_rate_near_zero_is_named(tmp_path: Path, zoo_row: Row) -> None:
     words = [*QUICK, "--train.steps", "30000", "--train.warmup_steps", "29000", "--save.every_steps", "1000"]
     going = start_lamp(*words, cwd=tmp_path)
