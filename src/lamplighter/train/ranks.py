@@ -34,6 +34,7 @@ from lamplighter.train.gradient_tree import GradientTree, Node, owned_nodes, sub
 
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name, where torch has it
 _NEVER = timedelta(days=30)  # the parent tells slow from stuck; a timer inside a collective cannot
+_CONNECT = timedelta(seconds=10)  # but no order of the parent reaches a rank that connects to one which has just died
 _LOOK_S = 0.1
 _TOLD_S = 20.0  # how long a rank that has lost a peer waits for the parent, which knows who has died
 
@@ -105,9 +106,11 @@ def meet(world: World, place: Path, backend: str) -> None:
             else:
                 time.sleep(_LOOK_S / 5)
             missing = now
+        dist.distributed_c10d._world.group_count = 0  # it names the group, and counts those that came to nothing as well
         dist.init_process_group(
-            backend, store=PrefixStore("group", store), rank=world.rank, world_size=world.size, timeout=_NEVER
+            backend, store=PrefixStore("group", store), rank=world.rank, world_size=world.size, timeout=_CONNECT
         )
+        dist.distributed_c10d._set_pg_timeout(_NEVER)
 
 
 def _leave_if_told() -> None:
