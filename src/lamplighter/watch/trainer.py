@@ -37,7 +37,7 @@ from lamplighter.procs import prctl, procfs, signals
 from lamplighter.report import Verdict
 from lamplighter.rundir import LineFile, RunDir, Tail, number, read_status
 from lamplighter.safe_text import clean
-from lamplighter.slot import Slot
+from lamplighter.slot import OF_ALL_RANKS, Slot
 from lamplighter.watch import time_report
 from lamplighter.watch.console import Console
 from lamplighter.watch.curves import CurveSketch
@@ -440,25 +440,28 @@ class Trainer:
         culprit: dict[str, object]
         if code == CHILD_LOST and (lost := self._lost_node(step)) is not None:
             return lost
-        passing = code == CRASHED and slot is not None and bool(slot.passing)
+        left = self._slot_of(code)
+        passing = code == CRASHED and left is not None and bool(left.passing)
         if (
             not (self._lost(code) or passing)
             or not (self.spec.keeps_report or self.spec.restarts)
             or self.interrupts > 1
         ):
             return None
-        fault = _fault_of(slot.error) if slot is not None and passing else None
-        if slot is not None and fault is not None:
+        fault = _fault_of(left.error) if left is not None and passing else None
+        if left is not None and fault is not None:
             self.fault = fault
-            why = f"at step {step}: {slot.error.replace('error: ', '', 1).splitlines()[0]}"
-            culprit = {"pid": slot.pid, "rank": slot.rank if fault.rank is None else fault.rank, "step": step}
+            why = f"at step {step}: {left.error.replace('error: ', '', 1).splitlines()[0]}"
+            culprit = {"pid": left.pid, "rank": left.rank if fault.rank is None else fault.rank, "step": step}
             verdict = Verdict("dead", fault.cause, f"{fault.why}; {why}", "", culprit=culprit)
             by_plan = lighter_by_plan(self.run) if fault.cause == "out_of_memory" else ""
             return Death(fault.cause, verdict, compiling=False, advice="; ".join(filter(None, (by_plan, fault.advice))))
-        if slot is not None and passing:
-            said = slot.error.replace("error: ", "", 1).replace("\nwhy:   ", ", ")
-            why = f"the process ended at step {step} by an error that a second try may not meet: {said}"
-            verdict = Verdict("dead", "exception", why, "", culprit={"pid": slot.pid, "rank": slot.rank, "step": step})
+        if left is not None and passing:
+            self.launcher.all_again = left.passing == OF_ALL_RANKS
+            said = left.error.replace("error: ", "", 1).replace("\nwhy:   ", ", ")
+            who = f"rank {left.rank}" if self.spec.ranks > 1 else "the process"
+            why = f"{who} ended at step {step} by an error that a second try may not meet: {said}"
+            verdict = Verdict("dead", "exception", why, "", culprit={"pid": left.pid, "rank": left.rank, "step": step})
             return Death(said, verdict, compiling=False)
         compiling = slot is not None and bool(slot.compiling)
         memory = code < 0 and procfs.oom_kills() > self.oom_before
