@@ -68,7 +68,7 @@ def test_a_killed_rank_is_named_the_others_go_on_and_the_world_is_whole_again(tm
     going = _start(tmp_path, 2, "--launch.spare", "1")
     victim = _at_step(tmp_path, 20, going)[1]
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: read_lines(_folder(tmp_path).metrics)[-1]["attempt"] >= 3, 200, going)
+    wait_for(lambda: list(read_lines(_folder(tmp_path).metrics))[-1]["attempt"] >= 3, 200, going)
     wait_for(lambda: len(read_json(_folder(tmp_path).status).get("ranks", ())) == 2, 200, going)
     leader = read_json(_folder(tmp_path).status)["ranks"][0]["pid"]
     os.kill(leader, signal.SIGKILL)

@@ -35,6 +35,7 @@ from lamplighter.train.gradient_tree import GradientTree, Node, owned_nodes, sub
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name, where torch has it
 _NEVER = timedelta(days=30)  # the parent tells slow from stuck; a timer inside a collective cannot
 _CONNECT = timedelta(seconds=5)  # but no order of the parent reaches a rank that connects to one which has just died
+_TRIED = "2.13."  # of torch
 _FAILED_S = 2.0  # so soon a rank whose timer has fired has said so to those that have lost it by that
 _LOOK_S = 0.1
 _TOLD_S = 20.0  # how long a rank that has lost a peer waits for the parent, which knows who has died
@@ -143,10 +144,11 @@ def _wait_for_all(world: World, store: Store, what: str, phase: report.Phase) ->
 
 
 def _connect(world: World, store: Store, backend: str, within: timedelta) -> bool:
-    """Make the group; whether with a timer, which gloo alone has while it connects. Both names are private ones of torch:
-    where a version has others, nothing is timed, and the parent's patience ends a wait for a rank that has died."""
+    """Make the group; whether with a timer, which gloo alone has while it connects. It is taken off again by private names of
+    torch, and an older gloo keeps it for its collectives: in other versions than the one where this was tried nothing is timed,
+    and the parent's patience ends a wait for a rank that has died."""
     c10d = dist.distributed_c10d
-    timed = backend == "gloo" and hasattr(c10d, "_set_pg_timeout") and hasattr(c10d._world, "group_count")
+    timed = backend == "gloo" and torch.__version__.startswith(_TRIED) and hasattr(c10d, "_set_pg_timeout")
     if timed:
         c10d._world.group_count = 0  # the group is named by it, and what came to nothing is counted as well
     dist.init_process_group(
