@@ -4,7 +4,7 @@ In:  nothing; a tiny run by the real command over gloo, and a model of some mill
 Out: the tree against torch's all_reduce and against DDP, for 2 and 4 ranks; seconds from SIGKILL and SIGSTOP to the next finished
      step, with and without a process that stands by; useful time at a fault every so often; the bits after random kills.
 
-Run: .venv/bin/python benchmarks/ranks.py [--only reduce|recovery|faults|kills|memory] [--kills 50] [--between 120] [--shard full] [--minutes 10] [--json FILE]
+Run: .venv/bin/python benchmarks/ranks.py [--only reduce|recovery|faults|kills|memory] [--kills 50] [--between 400] [--shard full] [--minutes 10] [--json FILE]
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def main() -> None:
     parser = measured.arguments(__doc__, rounds=20)
     parser.add_argument("--only", choices=["reduce", "recovery", "faults", "kills", "memory"])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--between", type=int, default=120, help="steps for each kill; fewer where a machine is slow")
+    parser.add_argument("--between", type=int, default=400, help="steps for each kill; fewer where a machine is slow")
     parser.add_argument("--shard", choices=["none", "full"], default="none", help="of the kills")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--wide", type=int, default=512)

@@ -79,12 +79,23 @@ def _hash_of_weights(context: RunContext) -> str:
     return context.shards.first if context.shards is not None else exactness.hash_of_all(weights(context.model))
 
 
-@torch.no_grad()
 def _take_newest(context: RunContext, state: TrainState, steps: list[int]) -> list[dict[str, Any]]:
     """The state of the rank that is furthest; gives its last records, which the one that writes them may not have written."""
+    holder, behind = steps.index(max(steps)), steps[context.world.rank] < max(steps)
+    found = take_over(context, state, holder, behind)
+    step = state.progress.step
+    if behind:
+        state.from_disk = False
+        if context.world.leads:
+            state.redone = exactness.Redone.of(read_last_lines(context.folder.metrics), step)
+    report.note(f"rank {holder} holds step {step}, the newest: every rank goes on from it", step=step)
+    return found
+
+
+@torch.no_grad()
+def take_over(context: RunContext, state: TrainState, holder: int, takes: bool) -> list[dict[str, Any]]:
+    """What one rank holds, on every rank that takes it; gives its last records."""
     world, device, optimizer = context.world, context.machine.device, context.optimizer
-    holder, mine = steps.index(max(steps)), steps[world.rank]
-    behind = mine < max(steps)
     own = optimizer.state_tensors()
     told: dict[str, Any] = {
         "progress": asdict(state.progress),
@@ -95,22 +106,17 @@ def _take_newest(context: RunContext, state: TrainState, steps: list[int]) -> li
     }
     with report.phase("hand over"):
         told = json.loads(ranks.hand_over_text(world, holder, json.dumps(told), device))
-        if behind:
+        if takes:
             own = {
                 name: torch.empty(shape, dtype=getattr(torch, kind), device=device if place != "cpu" else "cpu")
                 for name, kind, shape, place in told["optimizer"]
             }
-        state.whole = not behind  # its peer may be lost in the middle: then this rank has parts of two
+        state.whole = not takes  # its peer may be lost in the middle: then this rank has parts of two
         ranks.hand_over(world, holder, [*stored_tensors(context.model).values(), *own.values()])
-        if behind:
+        if takes:
             optimizer.load_state_tensors(own)
-            state.whole = True
             state.progress = checkpoint.progress_of(told["progress"])
-            state.from_disk = False
-    step = state.progress.step
-    if behind and world.leads:
-        state.redone = exactness.Redone.of(read_last_lines(context.folder.metrics), step)
-    report.note(f"rank {holder} holds step {step}, the newest: every rank goes on from it", step=step)
+            state.whole = True
     found: list[dict[str, Any]] = told["records"]
     return found
 
