@@ -128,6 +128,7 @@ class Trainer:
         self.oom_before = procfs.oom_kills()
         self.peak_bytes = 0
         self.error_heard = False
+        self.errors_said: set[tuple[str, ...]] = set()
         self.ended_early: dict[str, Any] = {}
         self.foretold_s = 0.0  # what the whole run will have taken, as it was last known
         self.stopped_by: dict[str, Any] = {}  # the verdict by which the child stopped itself
@@ -173,7 +174,7 @@ class Trainer:
             where += ", which is in memory" if kept > self.durable_before else ""
             self.observer.begin_again()
         prctl.adopt_orphans()
-        again, self.failed, self.attempt = bool(self.processes), [], attempt
+        again, self.failed, self.attempt, self.errors_said = bool(self.processes), [], attempt, set()
         how = self.launcher.start(self.request, attempt, self._times())
         if again:
             self.say(f"attempt {attempt}: {how or where}", "bold")
@@ -294,7 +295,7 @@ class Trainer:
             if rank > 0 and event.get("type") not in _OF_EVERY_RANK:
                 continue  # all ranks do the same, and the first one speaks; the others' words are in their own files
             self._take_in(event)
-            for text, style in tell(event):
+            for text, style in [] if self._said_already(event) else tell(self._of_rank(rank, event)):
                 self.say(text, style)
             yield {**event, "rank": rank}
         self.foretold_s = self.status.end_s or self.foretold_s
@@ -308,6 +309,23 @@ class Trainer:
             self.say(f"  | {clean(printed)}", "dim")
         if len(fresh) > _OUTPUT_LINES:
             self.say(f"  | ... {len(fresh) - _OUTPUT_LINES} more lines in {self.run.output}", "dim")
+
+    def _said_already(self, event: dict[str, Any]) -> bool:
+        """Ranks that end together end by the same error."""
+        if event.get("type") != "error":
+            return False
+        lines = tuple(map(str, event.get("lines") or ()))
+        self.errors_said, before = {*self.errors_said, lines}, self.errors_said
+        return lines in before
+
+    def _of_rank(self, rank: int, event: dict[str, Any]) -> dict[str, Any]:
+        """Of several ranks, an error with the one that had it."""
+        if event.get("type") != "error" or self.spec.ranks == 1 or not event.get("lines"):
+            return event
+        first, *more = map(str, event["lines"])
+        if "rank " not in first:
+            first = first.replace("error: ", f"error: rank {rank}: ", 1)
+        return {**event, "lines": [first, *more]}
 
     def _hear_other_nodes(self) -> None:
         """Their lines of events go into files here, which are read as those of our own ranks are."""
@@ -565,10 +583,11 @@ class Trainer:
             return f"finished {self.run.name} early, at step {early['step']} of {early['steps']}: {early['why']}{best}"
         where = f"; the traceback is in {self.run.output}" if self.spec.keeps_report else ""
         why = " (the budget is spent)" if self._spent_all else f" ({self.stop_heard})" if self.stop_heard else ""
+        who = f"rank {self._rank_that_left(CRASHED)}" if self.spec.ranks > 1 else "the process"
         words = {
             DONE: f"finished {self.run.name}",
             STOPPED_EARLY: f"stopped early{why} at step {step}{safe}",
-            CRASHED: f"the process crashed{where}{safe}",
+            CRASHED: f"{who} crashed{where}{safe}",
             FAULTS_FOUND: f"faults were found{safe}",
             RefusedByPlan.code: f"refused by the plan{safe}",
             NoCheckpoint.code: self._no_checkpoint(),
