@@ -8,9 +8,13 @@ from lamplighter.train import replicas
 from lamplighter.train.ranks import World
 
 
+def _model(weights: list[torch.Tensor]) -> torch.nn.Module:
+    return torch.nn.ParameterList([torch.nn.Parameter(one) for one in weights])
+
+
 def _told(models: list[list[torch.Tensor]]) -> list[float]:
     """As the reduction adds them up."""
-    every = [replicas.votes(World(rank, len(models)), weights) for rank, weights in enumerate(models)]
+    every = [replicas.votes(World(rank, len(models)), 50, _model(weights)) for rank, weights in enumerate(models)]
     return torch.tensor(every).sum(0).tolist()
 
 
@@ -41,6 +45,8 @@ def test_two_weights_that_have_changed_places_are_seen_and_an_idle_rank_tells_no
     assert replicas.judge([7.0, 7.0, 0.0], 50, 0) is None and replicas.judge([7.0, 0.0], 50, 0) is None
 
 
-def test_all_ranks_compare_at_the_same_steps_and_one_rank_never() -> None:
-    due = [step for step in range(1, 201) if replicas.is_due(World(1, 2), step)]
-    assert due == [50, 100, 150, 200] and not replicas.is_due(World(), 50)
+def test_every_step_tells_as_many_numbers_and_one_rank_none() -> None:
+    model = _model(_weights())
+    told = [replicas.votes(World(1, 2), step, model) for step in range(1, 101)]
+    assert {len(one) for one in told} == {2} and [step for step, one in enumerate(told, 1) if any(one)] == [50, 100]
+    assert replicas.votes(World(), 50, model) == []

@@ -216,7 +216,7 @@ class _Loop:
             self.optimizer.zero_grad()
             self._back_before(int(bad_step))
             return None
-        if sums and self._differ(sums, step):
+        if any(sums) and self._differ(sums, step):
             return None
         if self.context.machine.reads_late or self.context.loss_scale is not None:
             return self._update_unread(batch, numbers, waited_s, started)
@@ -246,8 +246,7 @@ class _Loop:
             loss, norm, told = context.shards.step(context, batch, votes)
             return self._loss_and_norm(loss, norm), told
         assert tree is not None
-        if replicas.is_due(context.world, batch.step):
-            votes += replicas.votes(context.world, self.model.parameters())
+        votes += replicas.votes(context.world, batch.step, self.model)
         loss, told = ranks.reduce(context.world, tree, votes, self.train.reduction == "native")
         if batch.pairs is not None and not told[1]:  # a rank that is there again is met first
             leaves = len(micro_batches(batch, self.rows_at_once))

@@ -10,7 +10,6 @@ one rank alone. Nothing in the losses shows it. A rank without a share of the st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 import torch
 
@@ -23,20 +22,20 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PRIME = 1_000_003
 
 
-def is_due(world: World, step: int) -> bool:
-    """The same answer on every rank."""
-    return world.size > 1 and step % EVERY_STEPS == 0
-
-
 @torch.no_grad()
-def votes(world: World, weights: Iterable[torch.Tensor]) -> list[float]:
-    """One number for each rank; only this rank's is not 0."""
-    sums = [one.detach().contiguous().view(_WORDS[one.element_size()]).sum(dtype=torch.int64) for one in weights]
+def votes(world: World, step: int, model: torch.nn.Module) -> list[float]:
+    """One number for each rank, of which only this one's is not 0, and that only where a comparison is due: as many in every
+    step, so that the buffers of the reduction stay as they are."""
+    told = [0.0] * (world.size if world.size > 1 else 0)
+    if not told or step % EVERY_STEPS:
+        return told
+    weights = [one.detach().reshape(-1) for one in model.parameters()]
+    sums = torch.stack([one.view(_WORDS.get(one.element_size(), torch.int8)).sum(dtype=torch.int64) for one in weights])
     total = 0
-    for part in torch.stack(sums).tolist():
+    for part in sums.tolist():
         total = (total * _PRIME + part) % (1 << 61)
-    own = 1 + total % ((1 << _BITS) - 2)  # 0 is for a rank that tells nothing
-    return [float(own) if rank == world.rank else 0.0 for rank in range(world.size)]
+    told[world.rank] = float(1 + total % ((1 << _BITS) - 2))  # 0 is for a rank that tells nothing
+    return told
 
 
 def judge(told: list[float], step: int, equal_at: int) -> Verdict | None:
