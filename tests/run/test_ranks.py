@@ -478,6 +478,19 @@ def test_a_rank_whose_weights_are_others_is_named_and_all_go_back(tmp_path: Path
 
 
 @LONG
+def test_without_a_checkpoint_to_go_back_to_all_take_the_weights_of_one_rank(tmp_path: Path) -> None:
+    (tmp_path / "rotten.py").write_text(ONE_ROTTEN_RANK)
+    more = ("--model.family", "rotten:Model", "--train.steps", "200", "--save.every_steps", "0", "--launch.spare", "0")
+    going = _start(tmp_path, 3, *more)
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 0, said
+    (verdict,) = verdicts_of(_folder(tmp_path), "rank_weights")
+    assert verdict["culprit"]["rank"] == 2 and "all go on with the weights of rank 0" in verdict["next"]
+    (taken,) = events_of(_folder(tmp_path), "weights taken over")
+    assert taken["step"] == 150 and len(losses_of(_folder(tmp_path))) == 200
+
+
+@LONG
 def test_a_run_without_micro_batches_gets_as_many_as_ranks(tmp_path: Path) -> None:
     at = WORDS.index("--train.micro_batch")
     words = [*WORDS[:at], *WORDS[at + 2 :]]

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,7 +116,7 @@ class _Loop:
         self.spent: report.Verdict | None = None  # the budget is nearly, said when all ranks stop
         self.stop_votes = 0.0
         self.equal_at = state.progress.step  # after which all ranks were known to hold the same weights
-        self.went_back_equal = False
+        self.times_differed = 0
         self.told: dict[int, dict[str, float]] = {}  # of preference pairs, by step, until it is logged
         self.bad_save: PendingSave | None = None  # found by this rank, and not voted on yet
         self.scale_fell = False  # the loss scale of fp16 is below 1, and that was said
@@ -530,46 +531,64 @@ class _Loop:
 
     def _differ(self, sums: list[float], step: int) -> bool:
         """Ranks that do not hold the same weights: what they have added up since the last comparison is of no model. All go
-        back to a checkpoint of before, once.
+        back to a checkpoint of before, once; where there is none, and from then on, all take the weights of one.
         """
+        context, root = self.context, self.context.folder.checkpoints
         verdict = replicas.judge(sums, step, self.equal_at)
         if verdict is None:
             self.equal_at = step - 1
             return False
         self.optimizer.zero_grad()
-        again, self.went_back_equal = self.went_back_equal, True
-        self._rollback(self.equal_at + 1, step, verdict, skips=False, may=not again)
+        self.times_differed += 1
+        with self.checkpointer.alone():
+            found = None
+            if self.times_differed == 1:
+                found = self._agreed(checkpoint.find_before(root, self.equal_at + 1) if context.world.leads else None)
+            if found is not None:
+                self._go_back_to(found, self.equal_at + 1, verdict, "")
+            else:
+                self._take_weights(verdict, replicas.usual(sums), step)
         self.equal_at = self.state.progress.step
         return True
 
-    def _rollback(
-        self, first_bad: int, last_bad: int, verdict: report.Verdict, skips: bool = True, may: bool = True
-    ) -> None:
+    def _take_weights(self, verdict: report.Verdict, holder: int, step: int) -> None:
+        """Of one rank, on all; the step is computed again. Said the first two times: a machine that rounds otherwise does it for ever."""
+        context, state = self.context, self.state
+        self.log_unread()
+        with self.checkpointer.optimizer_update():
+            joining.take_over(context, state, holder, takes=context.world.rank != holder)
+        words = f"all go on with the weights of rank {holder}, no longer bit-identical; {verdict.next}"
+        if self.times_differed <= 2:
+            report.verdict(replace(verdict, action="restart", next=words))
+        report.event("weights taken over", step=step, holder=holder)
+        context.source.start(state.progress.step + 1, state.progress.stream)
+
+    def _rollback(self, first_bad: int, last_bad: int, verdict: report.Verdict) -> None:
         """Back to the checkpoint before the trouble, once, skipping its batches; a second time is divergence (76)."""
         context, state, root = self.context, self.state, self.context.folder.checkpoints
-        if skips:
-            may = not state.progress.passed_to and self.train.on_nonfinite == "skip"
         with self.checkpointer.alone():
             found = self._agreed(checkpoint.find_before(root, first_bad) if context.world.leads else None)
-            if not may or found is None:
+            if state.progress.passed_to or self.train.on_nonfinite != "skip" or found is None:
                 report.verdict(verdict)
                 raise Diverged(f"diverged at step {last_bad}", verdict.why, verdict.next)
-            with report.phase("roll back"):
-                progress = self._load(found)
-                advice = f"rolled back to step {progress.step}; "
-                advice += (
-                    f"the batches of steps {first_bad} to {last_bad} will be passed over" if skips else verdict.next
-                )
-                report.verdict(replace(verdict, action="restart", next=advice))
-                state.progress = replace(progress, passed_from=first_bad, passed_to=last_bad) if skips else progress
-                moved = checkpoint.go_back(root, state.progress) if context.world.leads else []
-                self.checkpointer.rolled_back()
-                self._init_anomalies()
+            words = f"the batches of steps {first_bad} to {last_bad} will be passed over"
+            self._go_back_to(found, first_bad, verdict, words, passed_from=first_bad, passed_to=last_bad)
+
+    def _go_back_to(self, found: Path, first_bad: int, verdict: report.Verdict, words: str, **passed: Any) -> None:
+        """All ranks, to this checkpoint; newer ones are set aside."""
+        context, state = self.context, self.state
+        with report.phase("roll back"):
+            progress = self._load(found)
+            advice = f"rolled back to step {progress.step}; {words or verdict.next}"
+            report.verdict(replace(verdict, action="restart", next=advice))
+            state.progress = replace(progress, **passed)
+            moved = checkpoint.go_back(context.folder.checkpoints, state.progress) if context.world.leads else []
+            self.checkpointer.rolled_back()
+            self._init_anomalies()
         context.source.start(progress.step + 1, progress.stream)
         state.redone.forget_from(first_bad)
         if moved:
             report.note(f"set aside (not deleted): {', '.join(moved)}")
-        passed = {"passed_from": first_bad, "passed_to": last_bad} if skips else {}
         report.event("rolled back", step=progress.step, **passed)
 
     def _load(self, found: Path) -> checkpoint.Progress:

@@ -4,7 +4,7 @@ In:  the weights of this rank; what every rank has told.
 Out: a verdict that names the rank whose weights are others, or the ranks that differ where no majority tells who is right.
 
 Every rank makes the same update, so what differs was changed by something else: memory that has lost a bit, code that runs on
-one rank alone. Nothing in the losses shows it. A rank without a share of the step tells nothing, and adds nothing either.
+one rank alone, a processor that rounds otherwise. Nothing in the losses shows it. A rank without a share of the step tells nothing, and adds nothing either.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ def judge(told: list[float], step: int, equal_at: int) -> Verdict | None:
         why = (
             f"ranks {', '.join(map(str, known))} do not hold the same weights, {when}; no majority tells which is right"
         )
-    advice = "look at the memory of that host, and for code that changes weights on one rank alone"
-    advice += f"; what was saved up to step {equal_at} is sound" if equal_at else ""
+    advice = "look at the memory of that host, for code that changes weights on one rank alone, and for processors of two kinds"
     culprit = {"rank": others[0], "step": step} if named else {"step": step}
     return Verdict("diverged", "rank_weights", why, advice, "stop", culprit=culprit)
+
+
+def usual(told: list[float]) -> int:
+    """The first rank that holds what most hold."""
+    known = [value for value in told if value]
+    return told.index(Counter(known).most_common(1)[0][0])
