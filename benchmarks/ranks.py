@@ -4,7 +4,7 @@ In:  nothing; a tiny run by the real command over gloo, and a model of some mill
 Out: the tree against torch's all_reduce and against DDP, for 2 and 4 ranks; seconds from SIGKILL and SIGSTOP to the next finished
      step, with and without a process that stands by; useful time at a fault every so often; the bits after random kills.
 
-Run: .venv/bin/python benchmarks/ranks.py [--only reduce|recovery|faults|kills|memory] [--kills 50] [--between 120] [--shard full] [--minutes 10] [--json FILE]
+Run: .venv/bin/python benchmarks/ranks.py [--only reduce|recovery|faults|kills|memory] [--kills 50] [--between 400] [--seed 7] [--shard full] [--minutes 10] [--json FILE]
 """
 
 from __future__ import annotations
@@ -270,9 +270,9 @@ def faults_a_minute(minutes: float, every_s: float, ranks: int) -> dict[str, Any
 # ---------------------------------------------------------------- the bits
 
 
-def kills(count: int, ranks: int, shard: str, between: int) -> dict[str, Any]:
+def kills(count: int, ranks: int, shard: str, between: int, seed: int) -> dict[str, Any]:
     """Random kills of ranks, of all of them and of the parent, and stops; against one rank, unbroken."""
-    rng, steps = random.Random(7), 300 + between * count
+    rng, steps = random.Random(seed), 300 + between * count
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
         whole = Going(cwd, "whole", "--train.steps", str(steps))
@@ -355,7 +355,8 @@ def main() -> None:
     parser = measured.arguments(__doc__, rounds=20)
     parser.add_argument("--only", choices=["reduce", "recovery", "faults", "kills", "memory"])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--between", type=int, default=120, help="steps for each kill; fewer where a machine is slow")
+    parser.add_argument("--between", type=int, default=400, help="steps for each kill; fewer where a machine is slow")
+    parser.add_argument("--seed", type=int, default=7, help="of the kills: several short runs make other ones")
     parser.add_argument("--shard", choices=["none", "full"], default="none", help="of the kills")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--wide", type=int, default=512)
@@ -369,7 +370,7 @@ def main() -> None:
         minutes, every_s = (1.0, 20.0) if wanted.quick else (wanted.minutes, 60.0)
         kept["faults"] = {f"{n} ranks": faults_a_minute(minutes, every_s, n) for n in (1, 2)}
     if wanted.only in (None, "kills"):
-        kept["kills"] = kills(4 if wanted.quick else wanted.kills, 2, wanted.shard, wanted.between)
+        kept["kills"] = kills(4 if wanted.quick else wanted.kills, 2, wanted.shard, wanted.between, wanted.seed)
     if wanted.only in (None, "memory"):
         kept["memory"] = memory(2)
     measured.say_machine()

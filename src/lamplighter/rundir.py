@@ -255,8 +255,8 @@ def write_atomic(path: Path, data: bytes | str, durable: bool = True, mode: int 
         raise
 
 
-def write_json(path: Path, value: Any, durable: bool = True) -> None:
-    write_atomic(path, json.dumps(value, indent=1) + "\n", durable)
+def write_json(path: Path, value: Any, durable: bool = True, indent: int | None = 1) -> None:
+    write_atomic(path, json.dumps(value, indent=indent) + "\n", durable)
 
 
 def read_json(path: Path) -> Any:

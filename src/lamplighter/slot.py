@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------- the layout
 
+OF_ALL_RANKS = 2  # Slot.passing: no rank can go on by itself, all start again
+
 
 class Slot:
     """One look at a process's slot. Times are monotonic nanoseconds; -1 is unknown; states such as `in_fetch` are 0 or 1."""
@@ -80,7 +82,7 @@ class Slot:
     # what we caused ourselves, and how it ended
     answers: int = 0  # questions of ours begun and answered: two for each
     dropped: int = 0  # lines that a full disk did not take
-    passing: int = 0  # it ended by an error that a second try may not meet: of a network, of a disk
+    passing: int = 0  # it ended by an error that a second try may not meet: of a network, of a disk; OF_ALL_RANKS
     # how long it still takes, by its own measurements
     measured: int = 0  # steps
     left_ns: int = 0  # when the seconds left were counted

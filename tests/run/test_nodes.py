@@ -295,3 +295,42 @@ def test_who_does_not_belong_is_refused_by_name(cable: Cable, tmp_path: Path) ->
     said, _ = nobody.communicate(timeout=60)
     assert nobody.returncode == 71 and "not all nodes have come within 2 s" in said, said
     assert "1 of 2 nodes missing" in said and "exit_code" in _folder(here).status.read_text()
+
+
+# From its 31st pass on every loss of rank 1, on the other node, is no number.
+BAD_NODE = """
+import os
+
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Linear(width, vocab_size)
+        self.count = 0
+
+    def forward(self, ids):
+        self.count += self.training
+        bad = os.environ["LAMP_RANK"] == "1" and self.count > 30
+        return self.head(self.embed(ids)) * (float("nan") if bad else 1.0)
+"""
+
+
+@LONG
+def test_all_nodes_go_back_to_a_checkpoint_that_only_node_0_has(cable: Cable, tmp_path: Path) -> None:
+    here, there = tmp_path / "alpha", tmp_path / "beta"
+    more = ["--model.family", "bad_node:Model", "--train.micro_batch", "3", "--train.steps", "60", "--save.every_steps", "20"]  # fmt: skip
+    for place in (here, there):
+        place.mkdir()
+        (place / "bad_node.py").write_text(BAD_NODE)
+    going = [
+        cable.start(space, place, *WORDS, *more, *MEET, "--launch.spare", "0", LAMP_SECRET=SECRET)
+        for space, place in ((cable.alpha, here), (cable.beta, there))
+    ]
+    said = [process.communicate(timeout=200)[0] for process in going]
+    assert [process.returncode for process in going] == [76, 76], "\n".join(said)
+    actions = [one["action"] for one in verdicts_of(_folder(here), "nan_batch")]
+    assert actions == [*["skip"] * 3, "restart", *["skip"] * 3, "stop"], said[0]
+    assert [path.name for path in newest_first(_folder(here).checkpoints)] == ["checkpoint-20"]
+    assert not newest_first(RunDir(there / "runs" / "r" / "nodes" / "1").checkpoints)

@@ -23,6 +23,7 @@ from lamplighter.errors import CRASHED, CannotWrite, LampError, StoppedEarly
 from lamplighter.procs import prctl
 from lamplighter.procs.lock import keep_to_ourselves
 from lamplighter.rundir import RunDir, cannot_write
+from lamplighter.slot import OF_ALL_RANKS
 
 
 def main() -> int:
@@ -56,7 +57,8 @@ def main() -> int:
         else:
             traceback.print_exc()
             fault = device_faults.of_error(crash)
-            report.number(passing=int(_may_pass(crash) or (fault is not None and fault.action == "restart")))
+            passing = _may_pass(crash) or (fault is not None and fault.action == "restart")
+            report.number(passing=OF_ALL_RANKS if getattr(crash, "of_all_ranks", False) else int(passing))
             report.last_words(_lines_of(device_faults.first_error(crash), fault), CRASHED)
             code = CRASHED
     if (pools := sys.modules.get("lamplighter.procs.pool")) is not None:  # not loaded for this: most have none

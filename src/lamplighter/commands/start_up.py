@@ -163,7 +163,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         step_tokens = run.train.batch_size * run.data.seq_len
         guard.warn_misfits(run, built.flops_per_token(run.data.seq_len), steps, step_tokens)
     if request.pop("joins", False):  # ranks that are there hand over what they hold
-        pass
+        state.whole = False
     elif kept is not None:
         with report.phase("resume"):
             _resume_from_memory(context, state, kept)

@@ -275,6 +275,8 @@ def _words(event: Mapping[str, Any]) -> str:
         return f"resumed after step {event.get('step')}; {event.get('redone_steps') or 0} steps are done again"
     if kind == "went back":
         return f"sent back to {event.get('to')} (step {event.get('step')})"
+    if kind == "rolled back" and event.get("passed_to") is None:
+        return f"rolled back to step {event.get('step')}"
     if kind == "rolled back":
         return f"rolled back to step {event.get('step')}; batches {event.get('passed_from')} to {event.get('passed_to')} are passed over"
     if kind == "well again":

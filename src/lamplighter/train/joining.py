@@ -3,8 +3,9 @@
 In:  a RunContext whose world is known, a TrainState: of this process, of a checkpoint, or of nothing yet.
 Out: a group for collectives, and on every rank the newest state that any of them holds.
 
-Ranks stand at most one step apart, and each holds a whole state: weights change only after the collective of their step. The
-newest one counts, because every rank would have come to it.
+Ranks that train stand at most one step apart, and each holds a whole state: weights change only after the collective of their
+step. The newest one counts, because every rank would have come to it. A rank that has just come holds none until it is handed
+over; nor does one whose peer was lost in the middle of that. Where nobody is left who holds one, all start again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from lamplighter.train import checkpoint, exactness, ranks
 from lamplighter.train.ranks import World
 from lamplighter.train.state import RunContext, TrainState
 
+_NONE = -1  # the step of a rank that holds no state
+
 
 def meet(world: World, folder: RunDir, device: torch.device) -> None:
     """A group for collectives, of the ranks of this attempt."""
@@ -37,7 +40,7 @@ def join(context: RunContext, state: TrainState, met: bool = False) -> None:
     while True:
         try:
             return _join(context, state, met)
-        except ranks.HalfState:
+        except ranks.NoState:
             raise
         except ranks.PeerLost:
             if met or context.shards is not None or not ranks.next_world(context.world, context.folder):
@@ -49,7 +52,9 @@ def _join(context: RunContext, state: TrainState, met: bool) -> None:
     if not met:
         meet(world, context.folder, device)
     world.peak_flops = float(sum(ranks.every(world, int(context.machine.peak_flops), device)))
-    steps = ranks.every(world, state.progress.step, device)
+    steps = ranks.every(world, state.progress.step if state.whole else _NONE, device)
+    if max(steps) == _NONE:
+        raise ranks.NoState(f"rank {world.rank} of {world.size} holds no state, nor does any other")
     records = report.recent_metrics()
     if len(set(steps)) > 1 and context.shards is not None:
         told = ", ".join(f"rank {rank} step {step}" for rank, step in enumerate(steps))
@@ -74,12 +79,23 @@ def _hash_of_weights(context: RunContext) -> str:
     return context.shards.first if context.shards is not None else exactness.hash_of_all(weights(context.model))
 
 
-@torch.no_grad()
 def _take_newest(context: RunContext, state: TrainState, steps: list[int]) -> list[dict[str, Any]]:
     """The state of the rank that is furthest; gives its last records, which the one that writes them may not have written."""
+    holder, behind = steps.index(max(steps)), steps[context.world.rank] < max(steps)
+    found = take_over(context, state, holder, behind)
+    step = state.progress.step
+    if behind:
+        state.from_disk = False
+        if context.world.leads:
+            state.redone = exactness.Redone.of(read_last_lines(context.folder.metrics), step)
+    report.note(f"rank {holder} holds step {step}, the newest: every rank goes on from it", step=step)
+    return found
+
+
+@torch.no_grad()
+def take_over(context: RunContext, state: TrainState, holder: int, takes: bool) -> list[dict[str, Any]]:
+    """What one rank holds, on every rank that takes it; gives its last records."""
     world, device, optimizer = context.world, context.machine.device, context.optimizer
-    holder, mine = steps.index(max(steps)), steps[world.rank]
-    behind = mine < max(steps)
     own = optimizer.state_tensors()
     told: dict[str, Any] = {
         "progress": asdict(state.progress),
@@ -90,25 +106,17 @@ def _take_newest(context: RunContext, state: TrainState, steps: list[int]) -> li
     }
     with report.phase("hand over"):
         told = json.loads(ranks.hand_over_text(world, holder, json.dumps(told), device))
-        if behind:
+        if takes:
             own = {
                 name: torch.empty(shape, dtype=getattr(torch, kind), device=device if place != "cpu" else "cpu")
                 for name, kind, shape, place in told["optimizer"]
             }
-        try:
-            ranks.hand_over(world, holder, [*stored_tensors(context.model).values(), *own.values()])
-        except ranks.PeerLost as error:
-            if behind:
-                raise ranks.HalfState(str(error)) from error
-            raise
-        if behind:
+        state.whole = not takes  # its peer may be lost in the middle: then this rank has parts of two
+        ranks.hand_over(world, holder, [*stored_tensors(context.model).values(), *own.values()])
+        if takes:
             optimizer.load_state_tensors(own)
             state.progress = checkpoint.progress_of(told["progress"])
-            state.from_disk = False
-    step = state.progress.step
-    if behind and world.leads:
-        state.redone = exactness.Redone.of(read_last_lines(context.folder.metrics), step)
-    report.note(f"rank {holder} holds step {step}, the newest: every rank goes on from it", step=step)
+            state.whole = True
     found: list[dict[str, Any]] = told["records"]
     return found
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +34,7 @@ from lamplighter.train import (
     preference,
     ranks,
     replay,
+    replicas,
 )
 from lamplighter.train.anomalies.detector import announce, recall
 from lamplighter.train.anomalies.history import Facts
@@ -112,6 +115,8 @@ class _Loop:
         self.batch: Batch | None = None  # the newest one
         self.spent: report.Verdict | None = None  # the budget is nearly, said when all ranks stop
         self.stop_votes = 0.0
+        self.equal_at = state.progress.step  # after which all ranks were known to hold the same weights
+        self.times_differed = 0
         self.told: dict[int, dict[str, float]] = {}  # of preference pairs, by step, until it is logged
         self.bad_save: PendingSave | None = None  # found by this rank, and not voted on yet
         self.scale_fell = False  # the loss scale of fp16 is below 1, and that was said
@@ -135,7 +140,7 @@ class _Loop:
         joining.join(context, state)
         self.checkpointer.follow_world()
         progress = state.progress
-        self.stop_votes = 0.0
+        self.stop_votes, self.equal_at = 0.0, progress.step
         context.source.start(progress.step + 1, progress.stream)
         size = context.world.size
         context.recorded["ranks"] = size
@@ -204,12 +209,15 @@ class _Loop:
                 self.finished.append(record)
             return self._skip_step(batch, waited_s)
         with report.span("compute"):
-            numbers, (self.stop_votes, regroups, bad_step, self.checkpointer.voted) = self._gradients(batch, begun)
+            numbers, told = self._gradients(batch, begun)
+            self.stop_votes, regroups, bad_step, self.checkpointer.voted, *sums = told
             if regroups:  # a rank is there again: all leave this step together
                 raise ranks.PeerLost("the parent makes another world")
         if bad_step:
             self.optimizer.zero_grad()
             self._back_before(int(bad_step))
+            return None
+        if any(sums) and self._differ(sums, step):
             return None
         if self.context.machine.reads_late or self.context.loss_scale is not None:
             return self._update_unread(batch, numbers, waited_s, started)
@@ -239,6 +247,7 @@ class _Loop:
             loss, norm, told = context.shards.step(context, batch, votes)
             return self._loss_and_norm(loss, norm), told
         assert tree is not None
+        votes += replicas.votes(context.world, batch.step, self.model)
         loss, told = ranks.reduce(context.world, tree, votes, self.train.reduction == "native")
         if batch.pairs is not None and not told[1]:  # a rank that is there again is met first
             leaves = len(micro_batches(batch, self.rows_at_once))
@@ -520,6 +529,40 @@ class _Loop:
         first = min(ranks.every(context.world, place, context.machine.device))
         return names[first] if first < len(names) else None
 
+    def _differ(self, sums: list[float], step: int) -> bool:
+        """Ranks that do not hold the same weights: what they have added up since the last comparison is of no model. All go
+        back to a checkpoint of before, once; where there is none, and from then on, all take the weights of one.
+        """
+        context, root = self.context, self.context.folder.checkpoints
+        verdict = replicas.judge(sums, step, self.equal_at)
+        if verdict is None:
+            self.equal_at = step - 1
+            return False
+        self.optimizer.zero_grad()
+        self.times_differed += 1
+        with self.checkpointer.alone():
+            found = None
+            if self.times_differed == 1:
+                found = self._agreed(checkpoint.find_before(root, self.equal_at + 1) if context.world.leads else None)
+            if found is not None:
+                self._go_back_to(found, self.equal_at + 1, verdict, "")
+            else:
+                self._take_weights(verdict, replicas.usual(sums), step)
+        self.equal_at = self.state.progress.step
+        return True
+
+    def _take_weights(self, verdict: report.Verdict, holder: int, step: int) -> None:
+        """Of one rank, on all; the step is computed again. Said the first two times: a machine that rounds otherwise does it for ever."""
+        context, state = self.context, self.state
+        self.log_unread()
+        with self.checkpointer.optimizer_update():
+            joining.take_over(context, state, holder, takes=context.world.rank != holder)
+        words = f"all go on with the weights of rank {holder}, no longer bit-identical; {verdict.next}"
+        if self.times_differed <= 2:
+            report.verdict(replace(verdict, action="restart", next=words))
+        report.event("weights taken over", step=step, holder=holder)
+        context.source.start(state.progress.step + 1, state.progress.stream)
+
     def _rollback(self, first_bad: int, last_bad: int, verdict: report.Verdict) -> None:
         """Back to the checkpoint before the trouble, once, skipping its batches; a second time is divergence (76)."""
         context, state, root = self.context, self.state, self.context.folder.checkpoints
@@ -528,21 +571,37 @@ class _Loop:
             if state.progress.passed_to or self.train.on_nonfinite != "skip" or found is None:
                 report.verdict(verdict)
                 raise Diverged(f"diverged at step {last_bad}", verdict.why, verdict.next)
-            with report.phase("roll back"):
-                progress, tensors, _ = checkpoint.load_state(found)
-                advice = f"rolled back to step {progress.step}; the batches of steps {first_bad} to {last_bad} will be passed over"
-                report.verdict(replace(verdict, action="restart", next=advice))
-                load_weights(self.model, found)
-                self.optimizer.load_state_tensors(tensors)
-                state.progress = replace(progress, passed_from=first_bad, passed_to=last_bad)
-                moved = checkpoint.go_back(root, state.progress) if context.world.leads else []
-                self.checkpointer.rolled_back()
-                self._init_anomalies()
+            words = f"the batches of steps {first_bad} to {last_bad} will be passed over"
+            self._go_back_to(found, first_bad, verdict, words, passed_from=first_bad, passed_to=last_bad)
+
+    def _go_back_to(self, found: Path, first_bad: int, verdict: report.Verdict, words: str, **passed: Any) -> None:
+        """All ranks, to this checkpoint; newer ones are set aside."""
+        context, state = self.context, self.state
+        with report.phase("roll back"):
+            progress = self._load(found)
+            advice = f"rolled back to step {progress.step}; {words or verdict.next}"
+            report.verdict(replace(verdict, action="restart", next=advice))
+            state.progress = replace(progress, **passed)
+            moved = checkpoint.go_back(context.folder.checkpoints, state.progress) if context.world.leads else []
+            self.checkpointer.rolled_back()
+            self._init_anomalies()
         context.source.start(progress.step + 1, progress.stream)
         state.redone.forget_from(first_bad)
         if moved:
             report.note(f"set aside (not deleted): {', '.join(moved)}")
-        report.event("rolled back", step=progress.step, passed_from=first_bad, passed_to=last_bad)
+        report.event("rolled back", step=progress.step, **passed)
+
+    def _load(self, found: Path) -> checkpoint.Progress:
+        """Weights and optimizer of a checkpoint; from rank 0, where a rank may be on a machine that does not have it."""
+        several = "LAMP_NODES" in os.environ and self.context.shards is None
+        if not several or self.context.world.leads:
+            progress, tensors, _ = checkpoint.load_state(found)
+            load_weights(self.model, found)
+            self.optimizer.load_state_tensors(tensors)
+            self.state.progress = progress
+        if several:
+            joining.take_over(self.context, self.state, 0, takes=not self.context.world.leads)
+        return self.state.progress
 
     def _agreed(self, found: Path | None) -> Path | None:
         """The checkpoint that rank 0 has found."""

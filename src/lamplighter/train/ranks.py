@@ -34,6 +34,9 @@ from lamplighter.train.gradient_tree import GradientTree, Node, owned_nodes, sub
 
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name, where torch has it
 _NEVER = timedelta(days=30)  # the parent tells slow from stuck; a timer inside a collective cannot
+_CONNECT = timedelta(seconds=5)  # but no order of the parent reaches a rank that connects to one which has just died
+_TRIED = "2.13."  # of torch
+_FAILED_S = 2.0  # so soon a rank whose timer has fired has said so to those that have lost it by that
 _LOOK_S = 0.1
 _TOLD_S = 20.0  # how long a rank that has lost a peer waits for the parent, which knows who has died
 
@@ -42,8 +45,10 @@ class PeerLost(RuntimeError):
     """A collective has failed: another rank is gone, or cannot be reached."""
 
 
-class HalfState(PeerLost):
-    """The same while a newer state was being handed over: what this rank holds is of no step."""
+class NoState(PeerLost):
+    """None of the ranks that are left holds the state of a step: all start again, from memory or the durable step."""
+
+    of_all_ranks = True
 
 
 @dataclass
@@ -94,20 +99,77 @@ def meet(world: World, place: Path, backend: str) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with report.phase("ranks", total=world.size, unit="ranks") as phase, collective("rendezvous", world):
-        store = _store(world, place, phase)
-        store.set(f"rank{world.rank}", "here")
-        missing: list[int] | None = None
-        while missing != []:
-            now = [rank for rank in range(world.size) if not store.check([f"rank{rank}"])]
-            _leave_if_told()
-            if now != missing:  # waiting is no work, and is not counted as such
-                phase.set(world.size - len(now), f"waiting for rank {', '.join(map(str, now))}" if now else "")
-            else:
-                time.sleep(_LOOK_S / 5)
-            missing = now
-        dist.init_process_group(
-            backend, store=PrefixStore("group", store), rank=world.rank, world_size=world.size, timeout=_NEVER
-        )
+        store, again = _store(world, place, phase), 0
+        while not _connected(world, PrefixStore(f"meeting {again}", store), backend, phase, _CONNECT * 2**again):
+            report.note(f"the ranks have not been connected within {_CONNECT * 2**again}: they meet once more")
+            again += 1
+
+
+def _connected(world: World, store: Store, backend: str, phase: report.Phase, within: timedelta) -> bool:
+    """All are there, and each is connected to every other; False where a timer has fired although nobody was lost: a rank that
+    gets no core for so long, or was stopped for a while."""
+    _wait_for_all(world, store, "here", phase)
+    began = time.monotonic()
+    try:
+        timed = _connect(world, store, backend, within)
+    except RuntimeError:
+        fired = time.monotonic() - began >= within.total_seconds()
+        if not (fired or _has_failed(store)):
+            raise
+        store.set("failed", "yes")
+        return False
+    if not _wait_for_all(world, store, "connected", phase):
+        dist.destroy_process_group()
+        return False
+    if timed:
+        dist.distributed_c10d._set_pg_timeout(_NEVER)
+    return True
+
+
+def _wait_for_all(world: World, store: Store, what: str, phase: report.Phase) -> bool:
+    """Say it of this rank and wait until all have; False where a rank could not connect."""
+    store.set(f"{what}{world.rank}", "yes")
+    missing: list[int] | None = None
+    while missing != []:
+        now = [rank for rank in range(world.size) if not store.check([f"{what}{rank}"])]
+        _leave_if_told()
+        if now and store.check(["failed"]):
+            return False
+        if now != missing:  # waiting is no work, and is not counted as such
+            phase.set(world.size - len(now), f"waiting for rank {', '.join(map(str, now))}" if now else "")
+        else:
+            time.sleep(_LOOK_S / 5)
+        missing = now
+    return True
+
+
+def _connect(world: World, store: Store, backend: str, within: timedelta) -> bool:
+    """Make the group; whether with a timer, which gloo alone has while it connects. It is taken off again by private names of
+    torch, and an older gloo keeps it for its collectives: in other versions than the one where this was tried nothing is timed,
+    and the parent's patience ends a wait for a rank that has died."""
+    c10d = dist.distributed_c10d
+    timed = backend == "gloo" and torch.__version__.startswith(_TRIED) and hasattr(c10d, "_set_pg_timeout")
+    if timed:
+        c10d._world.group_count = 0  # the group is named by it, and what came to nothing is counted as well
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=within if timed else _NEVER,
+    )
+    return timed
+
+
+def _has_failed(store: Store) -> bool:
+    """Whether another rank says that its timer has fired. The store is gone where the rank that has it is."""
+    until = time.monotonic() + _FAILED_S
+    while time.monotonic() < until:
+        _leave_if_told()
+        if store.check(["failed"]):
+            return True
+        time.sleep(_LOOK_S / 5)
+    return False
 
 
 def _leave_if_told() -> None:

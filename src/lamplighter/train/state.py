@@ -127,6 +127,7 @@ class TrainState:
     redone: Redone = field(default_factory=Redone)
     anomalies: Detector | None = None
     from_disk: bool = True  # where it begins is durable; else it comes out of memory
+    whole: bool = True  # weights and optimizer are of one step; not while another rank hands them over
 
     @property
     def progress(self) -> Progress:

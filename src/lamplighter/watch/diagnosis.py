@@ -51,8 +51,10 @@ class Diagnosis:
         where = self.verdict.culprit
         if self.verdict.cause == "starved":  # by whatever line it happens to be
             return "starved"
-        if self.verdict.cause == "rank_sigstop":  # several may be stopped at once
-            return f"rank_sigstop of rank {where.get('rank')}"
+        if (
+            self.verdict.cause == "rank_sigstop"
+        ):  # several may be stopped at once, and one that is left becomes another rank
+            return f"rank_sigstop of process {where.get('pid')}"
         return f"{self.verdict.cause} {where.get('file')}:{where.get('line')}"
 
     @property

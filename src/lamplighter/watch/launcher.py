@@ -46,6 +46,7 @@ class Launcher:
     failures: int = 0  # of standbys
     elsewhere: Elsewhere = field(default_factory=Elsewhere)  # the other nodes
     left: set[int] = field(default_factory=set)  # nodes that are lost, and that the ranks know of
+    all_again: bool = False  # none of the ranks that are left holds a state
     met: int = 0  # the attempt whose meeting the other nodes know of
 
     @property
@@ -65,7 +66,9 @@ class Launcher:
         alive, ready = self.survivors, self.standby_is_ready
         here = [rank for rank in alive if not isinstance(self.processes[rank], RemoteProcess)]
         spare_here = ready and not isinstance(self.standby, RemoteStandby)
-        seats = seats_of(alive, here, self.ranks, ready, spare_here) if alive else None
+        nobody = not alive or self.all_again
+        seats = None if nobody else seats_of(alive, here, self.ranks, ready, spare_here)
+        self.all_again = False
         if seats is None:
             self.kill(alive)
             return self._start_all(request, attempt, told)

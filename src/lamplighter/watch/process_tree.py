@@ -29,7 +29,7 @@ _PIDFD_INFO_EXIT = 8
 _MOST_PROCESSES = 64
 _MOST_PIDFDS = 400
 _TREE_EVERY_S = 0.9  # in calm times
-_MANY = 64  # roots of ours from which on, in calm times, /proc is asked less often than the slots are read
+MANY = 64  # roots of ours from which on, in calm times, /proc is asked less often than the slots are read
 _MANY_LOOK_EVERY_S = 2.0
 _MANY_TURNS = 4  # looks in which each slot is read once
 _MANY_TREE_EVERY_S = 5.0
@@ -170,7 +170,7 @@ class ProcessTree:
     def look(self, closely: bool, output_bytes: int = -1, calm: bool = False) -> Snapshot:
         """One look at every process; a close one costs ten times as much and is for stalls."""
         now = time.monotonic()
-        many = calm and len(self.own) > _MANY
+        many = calm and len(self.own) > MANY
         if not calm or now - self.counted_at > (_MANY_TREE_EVERY_S if many else _TREE_EVERY_S):
             self.parents = {pid: parent for root in self.roots for pid, parent in procfs.parents(root).items()}
             self.counted_at = now

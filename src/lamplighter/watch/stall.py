@@ -20,7 +20,7 @@ from lamplighter.rundir import RunDir
 from lamplighter.safe_text import safe
 from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.evidence import GroupSample, to_json
-from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot, counts
+from lamplighter.watch.process_tree import MANY, Process, ProcessTree, Snapshot, counts
 from lamplighter.watch.status import duration
 from lamplighter.watch.tree_diagnosis import judge, phase_from_stack
 
@@ -28,6 +28,9 @@ LOOK_EVERY_S = 0.25
 STALL_S = 2.0
 _UNCOUNTED_STALL_S = 3.0  # for a phase of ours that counts nothing (an import, a model being built)
 CLOSE_LOOK_S = 1.0  # from here on every look is a close one
+_MANY_TIMES_USUAL = (
+    1.3  # of very many ranks only beyond what is usual: with steps of a second each would begin a close look
+)
 _WINDOW_S = 8.0
 _WITHOUT_STACKS_S = 4.5  # if those of our own process cannot be had by then, judge without
 _STOPPED_WITHOUT_STACKS_S = 3.5  # and those of a command with a stopped part, over which py-spy may take long
@@ -77,6 +80,11 @@ class StallDetector:
     def stalled_s(self) -> float:
         return time.monotonic() - self.worked_at
 
+    def close_look_s(self, many: bool) -> float:
+        """From when on without work every look is a close one."""
+        usual_s = self.usual_gap_s.get(self.phase, 0.0) if many else 0.0
+        return max(CLOSE_LOOK_S, min(_MANY_TIMES_USUAL * usual_s, _LATEST_S))
+
     @property
     def inferred_phase(self) -> str:
         """What a script is in, by the stack of its first process; empty outside a stall."""
@@ -91,7 +99,7 @@ class StallDetector:
             return
         self._notice_work(snapshot, main)
         prompting = main.slot is not None and main.slot.prompting
-        if prompting or self.gap_s < CLOSE_LOOK_S or self._is_warming(tree, snapshot):
+        if prompting or self.gap_s < self.close_look_s(len(tree.own) > MANY) or self._is_warming(tree, snapshot):
             return
         self.window.append(snapshot)
         while snapshot.at - self.window[0].at > _WINDOW_S:

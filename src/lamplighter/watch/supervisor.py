@@ -34,10 +34,10 @@ from lamplighter.watch import end_diagnosis
 from lamplighter.watch.elsewhere import shown_pids
 from lamplighter.watch.gpu_watch import GpuWatch, RunLook
 from lamplighter.watch.notify import Notifier
-from lamplighter.watch.process_tree import OtherMachines, ProcessTree, Snapshot, open_pidfd, read_slots
+from lamplighter.watch.process_tree import MANY, OtherMachines, ProcessTree, Snapshot, open_pidfd, read_slots
 from lamplighter.watch.resources import ResourceWatch
 from lamplighter.watch.restart_policy import Decision, RestartPolicy
-from lamplighter.watch.stall import CLOSE_LOOK_S, LOOK_EVERY_S, STALL_S, StallDetector, explain, keep_text, take_all
+from lamplighter.watch.stall import LOOK_EVERY_S, STALL_S, StallDetector, explain, keep_text, take_all
 from lamplighter.watch.status import standing_flags, tell, tell_flags
 
 if TYPE_CHECKING:
@@ -310,10 +310,11 @@ class Supervisor:
             return  # nothing can be read or written there
         stalled_s, before, state = self.stall.stalled_s, self.snapshot, self.target.state()
         loads = before is not None and any(p.slot and p.slot.loader_workers for p in before.processes)
-        calm = stalled_s < CLOSE_LOOK_S and self.stall.counted and not loads
-        self.snapshot = self.tree.look(stalled_s > CLOSE_LOOK_S, state.output_bytes, calm)
+        close_look_s = self.stall.close_look_s(len(self.processes) > MANY)
+        calm = stalled_s < close_look_s and self.stall.counted and not loads
+        self.snapshot = self.tree.look(stalled_s > close_look_s, state.output_bytes, calm)
         self.largest_bytes = max(self.largest_bytes, self.snapshot.rss_bytes)
-        if stalled_s > CLOSE_LOOK_S:
+        if stalled_s > close_look_s:
             self.stall.cards = self.gpus.cards_of(process.pid for process in self.snapshot.processes)
         self.stall.look(self.tree, self.snapshot)
         self._hear()
@@ -640,8 +641,14 @@ class Supervisor:
         if self.following is not None:
             status["track"] = self.following.status(int(status["step"]))
         status["eta_s"] = status["eta_s"] if state == "running" else None
+        ranks = (
+            {"ranks": status.pop("ranks")} if "ranks" in status else {}
+        )  # numbers, and words of ours: nothing to mask
+        indent = (
+            None if len(self.processes) > MANY else 1
+        )  # what json indents, Python writes, and a thousand ranks are long
         try:
-            write_json(self.run.status, mask_record(status), durable=False)
+            write_json(self.run.status, {**mask_record(status), **ranks}, durable=False, indent=indent)
         except OSError as error:  # a full disk must not end the supervision
             self._say_unwritten(f"{self.run.status} cannot be written: {error.strerror}")
 

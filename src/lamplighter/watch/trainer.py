@@ -37,7 +37,7 @@ from lamplighter.procs import prctl, procfs, signals
 from lamplighter.report import Verdict
 from lamplighter.rundir import LineFile, RunDir, Tail, number, read_status
 from lamplighter.safe_text import clean
-from lamplighter.slot import Slot
+from lamplighter.slot import OF_ALL_RANKS, Slot
 from lamplighter.watch import time_report
 from lamplighter.watch.console import Console
 from lamplighter.watch.curves import CurveSketch
@@ -128,6 +128,7 @@ class Trainer:
         self.oom_before = procfs.oom_kills()
         self.peak_bytes = 0
         self.error_heard = False
+        self.errors_said: set[tuple[str, ...]] = set()
         self.ended_early: dict[str, Any] = {}
         self.foretold_s = 0.0  # what the whole run will have taken, as it was last known
         self.stopped_by: dict[str, Any] = {}  # the verdict by which the child stopped itself
@@ -173,7 +174,7 @@ class Trainer:
             where += ", which is in memory" if kept > self.durable_before else ""
             self.observer.begin_again()
         prctl.adopt_orphans()
-        again, self.failed, self.attempt = bool(self.processes), [], attempt
+        again, self.failed, self.attempt, self.errors_said = bool(self.processes), [], attempt, set()
         how = self.launcher.start(self.request, attempt, self._times())
         if again:
             self.say(f"attempt {attempt}: {how or where}", "bold")
@@ -294,7 +295,7 @@ class Trainer:
             if rank > 0 and event.get("type") not in _OF_EVERY_RANK:
                 continue  # all ranks do the same, and the first one speaks; the others' words are in their own files
             self._take_in(event)
-            for text, style in tell(event):
+            for text, style in [] if self._said_already(event) else tell(self._of_rank(rank, event)):
                 self.say(text, style)
             yield {**event, "rank": rank}
         self.foretold_s = self.status.end_s or self.foretold_s
@@ -308,6 +309,23 @@ class Trainer:
             self.say(f"  | {clean(printed)}", "dim")
         if len(fresh) > _OUTPUT_LINES:
             self.say(f"  | ... {len(fresh) - _OUTPUT_LINES} more lines in {self.run.output}", "dim")
+
+    def _said_already(self, event: dict[str, Any]) -> bool:
+        """Ranks that end together end by the same error."""
+        if event.get("type") != "error":
+            return False
+        lines = tuple(map(str, event.get("lines") or ()))
+        self.errors_said, before = {*self.errors_said, lines}, self.errors_said
+        return lines in before
+
+    def _of_rank(self, rank: int, event: dict[str, Any]) -> dict[str, Any]:
+        """Of several ranks, an error with the one that had it."""
+        if event.get("type") != "error" or self.spec.ranks == 1 or not event.get("lines"):
+            return event
+        first, *more = map(str, event["lines"])
+        if "rank " not in first:
+            first = first.replace("error: ", f"error: rank {rank}: ", 1)
+        return {**event, "lines": [first, *more]}
 
     def _hear_other_nodes(self) -> None:
         """Their lines of events go into files here, which are read as those of our own ranks are."""
@@ -440,25 +458,28 @@ class Trainer:
         culprit: dict[str, object]
         if code == CHILD_LOST and (lost := self._lost_node(step)) is not None:
             return lost
-        passing = code == CRASHED and slot is not None and bool(slot.passing)
+        left = self._slot_of(code)
+        passing = code == CRASHED and left is not None and bool(left.passing)
         if (
             not (self._lost(code) or passing)
             or not (self.spec.keeps_report or self.spec.restarts)
             or self.interrupts > 1
         ):
             return None
-        fault = _fault_of(slot.error) if slot is not None and passing else None
-        if slot is not None and fault is not None:
+        fault = _fault_of(left.error) if left is not None and passing else None
+        if left is not None and fault is not None:
             self.fault = fault
-            why = f"at step {step}: {slot.error.replace('error: ', '', 1).splitlines()[0]}"
-            culprit = {"pid": slot.pid, "rank": slot.rank if fault.rank is None else fault.rank, "step": step}
+            why = f"at step {step}: {left.error.replace('error: ', '', 1).splitlines()[0]}"
+            culprit = {"pid": left.pid, "rank": left.rank if fault.rank is None else fault.rank, "step": step}
             verdict = Verdict("dead", fault.cause, f"{fault.why}; {why}", "", culprit=culprit)
             by_plan = lighter_by_plan(self.run) if fault.cause == "out_of_memory" else ""
             return Death(fault.cause, verdict, compiling=False, advice="; ".join(filter(None, (by_plan, fault.advice))))
-        if slot is not None and passing:
-            said = slot.error.replace("error: ", "", 1).replace("\nwhy:   ", ", ")
-            why = f"the process ended at step {step} by an error that a second try may not meet: {said}"
-            verdict = Verdict("dead", "exception", why, "", culprit={"pid": slot.pid, "rank": slot.rank, "step": step})
+        if left is not None and passing:
+            self.launcher.all_again = left.passing == OF_ALL_RANKS
+            said = left.error.replace("error: ", "", 1).replace("\nwhy:   ", ", ")
+            who = f"rank {left.rank}" if self.spec.ranks > 1 else "the process"
+            why = f"{who} ended at step {step} by an error that a second try may not meet: {said}"
+            verdict = Verdict("dead", "exception", why, "", culprit={"pid": left.pid, "rank": left.rank, "step": step})
             return Death(said, verdict, compiling=False)
         compiling = slot is not None and bool(slot.compiling)
         memory = code < 0 and procfs.oom_kills() > self.oom_before
@@ -562,10 +583,11 @@ class Trainer:
             return f"finished {self.run.name} early, at step {early['step']} of {early['steps']}: {early['why']}{best}"
         where = f"; the traceback is in {self.run.output}" if self.spec.keeps_report else ""
         why = " (the budget is spent)" if self._spent_all else f" ({self.stop_heard})" if self.stop_heard else ""
+        who = f"rank {self._rank_that_left(CRASHED)}" if self.spec.ranks > 1 else "the process"
         words = {
             DONE: f"finished {self.run.name}",
             STOPPED_EARLY: f"stopped early{why} at step {step}{safe}",
-            CRASHED: f"the process crashed{where}{safe}",
+            CRASHED: f"{who} crashed{where}{safe}",
             FAULTS_FOUND: f"faults were found{safe}",
             RefusedByPlan.code: f"refused by the plan{safe}",
             NoCheckpoint.code: self._no_checkpoint(),
