@@ -546,6 +546,43 @@ def test_the_roles_of_sharegpt_and_glaive_are_known() -> None:
     assert made[0]["content"].startswith("Be brief.\n\nYou may call") and "<tool_call>" in made[2]["content"]
 
 
+GLAIVE = {
+    "system": 'SYSTEM: You have these functions -\n{"name": "rate"}\n',
+    "chat": 'USER: Dollars to euros?\n\n\nASSISTANT: <functioncall> {"name": "rate", "arguments": \'{"from": "USD", "why": "it\\\'s asked"}\'} <|endoftext|>'
+    '\n\n\nFUNCTION RESPONSE: {"rate": 0.9}\n\n\nASSISTANT: It is 0.9.\nUSER and ASSISTANT: no turns here. <|endoftext|>\n\n\n',
+}
+
+
+def test_glaive_as_published_is_one_text_with_the_speakers_in_it() -> None:
+    assert kind_of_row(GLAIVE) == "glaive"
+    (made,) = conversations(GLAIVE, "glaive")
+    assert [message["role"] for message in made] == ["system", "user", "assistant", "tool", "assistant"]
+    assert made[0]["content"] == 'You have these functions -\n{"name": "rate"}'
+    assert made[2]["content"] == (
+        '<tool_call>\n{"name": "rate", "arguments": {"from": "USD", "why": "it\'s asked"}}\n</tool_call>'
+    )
+    assert made[-1]["content"] == "It is 0.9.\nUSER and ASSISTANT: no turns here."
+    broken = {**GLAIVE, "chat": "USER: a\n\n\nASSISTANT: <functioncall> rate() <|endoftext|>"}
+    with pytest.raises(NotAnExample, match="a function_call is not JSON"):
+        conversations(broken, "glaive")
+    assert kind_of_row({"chat": "we chatted"}) is None, "text under another name"
+
+
+def test_a_row_that_is_set_aside_says_its_true_reason_and_where_it_stands(tmp_path: Path) -> None:
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    rows = [good, {"messages": None}, {"messages": 3}, {"message": []}, good | {"messages": good["messages"][1:]}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))  # one line, as most tools write it
+    source = find_rows(Data(paths=[str(tmp_path / "rows.json")]))
+    aside = SetAside()
+    assert source is not None and len(list(source.conversations(aside))) == 1
+    assert {reason: place.rpartition("/")[2] for reason, place in aside.first.items()} == {
+        "messages is null": "rows.json:1 (row 2 of it)",
+        "messages is not a list": "rows.json:1 (row 3 of it)",
+        "the keys are message, not messages": "rows.json:1 (row 4 of it)",
+        "no question": "rows.json:1 (row 5 of it)",
+    }
+
+
 @pytest.mark.parametrize(
     ("turn", "reason"),
     [
