@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from lamplighter.errors import BadConfig, BadData, InputMissing
 
 _PROBE_LENGTHS = (7, 5, 4)
-_PROBE_ERRORS = (ValueError, RuntimeError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+_PROBE_ERRORS = (
+    AssertionError,
+    ValueError,
+    RuntimeError,
+    TypeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    NotImplementedError,
+)
 _CLOSE = 1e-4  # of the largest logit; fp32 in another order differs by a hundredth of it
 
 
