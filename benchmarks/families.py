@@ -5,12 +5,15 @@ Out: a table (docs/families.md) of what `lamp train` makes of each: built from i
      loss and its gradients, exported to GGUF or not.
 
     python benchmarks/families.py [--only qwen2 mamba] [--write docs/families.md]
+
+With --only the page keeps its other rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -260,7 +263,8 @@ def page(found: list[Verdict]) -> str:
         "# Families",
         "",
         f"What `lamp train` makes of each causal language model of transformers {transformers.__version__}, found by trying: a tiny config with random weights,",
-        "opened from its folder, one loss with its gradients, in full and with LoRA. Made by `python benchmarks/families.py --write docs/families.md`.",
+        "opened from its folder, one loss with its gradients, in full and with LoRA. Made by `python benchmarks/families.py --write docs/families.md`",
+        "(with `--only NAME ...` single rows are made anew).",
         "",
         f"Of {len(found)} families {count['packed']} train with several examples in a window (packed), {count['grouped']} with batches of like length (grouped), {count['refused'] + count['FAILED']} are",
         f"refused, and {count['not tried']} were not tried, for the reason in the last column: of those nothing is said.",
@@ -275,6 +279,12 @@ def page(found: list[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rows_of(text: str) -> list[Verdict]:
+    """What a page says already."""
+    found = re.findall(r"^\| `([^`]+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
+    return [Verdict(kind, how.strip(), why.strip().replace("&lt;", "<"), bool(gguf.strip())) for kind, how, gguf, why in found]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="these families")
@@ -286,6 +296,9 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     found = judge_all(wanted.only or families())
+    if wanted.write and wanted.only:
+        renewed = {one.kind: one for one in [*rows_of(wanted.write.read_text()), *found]}
+        found = [renewed[kind] for kind in sorted(renewed)]
     if wanted.write:
         wanted.write.write_text(page(found))
 
