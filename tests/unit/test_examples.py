@@ -553,6 +553,31 @@ GLAIVE = {
 }
 
 
+PICKY = (
+    "{% for m in messages %}{% if 'twice' in m['content'] %}{{ raise_exception('speakers must alternate') }}{% endif %}"
+    "{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_row_that_the_template_refuses_is_set_aside_in_its_words_and_the_others_are_learned(tmp_path: Path) -> None:
+    (tmp_path / "picky.jinja").write_text(PICKY)
+    template = load_template(str(tmp_path / "picky.jinja"), byte_level())
+    rows = [{"prompt": word, "completion": f"{word}!"} for word in ("one", "twice", "three", "twice more", "five")]
+    found = open_examples(ensure(tmp_path / "cache", source_of(write_lines(tmp_path / "x.jsonl", rows)), template, 0.0))
+    assert found.manifest["examples"] == 3 and len(found.train.begin) == 3
+    ((reason, count, place),) = found.manifest["set_aside"]
+    assert "speakers must alternate" in reason and count == 2 and place.endswith("x.jsonl:2")
+    pairs = [{"prompt": "?", "chosen": word, "rejected": f"not {word}"} for word in ("one", "twice", "three")]
+    source = find_rows(Data(paths=[str(write_lines(tmp_path / "p.jsonl", pairs))]), pairs=True)
+    assert source is not None
+    kept = open_examples(ensure(tmp_path / "cache", source, template, 0.0))
+    assert kept.manifest["examples"] == 2 and len(kept.train.begin) == 4, "whole pairs"
+    with pytest.raises(BadData, match="no example") as nothing:
+        ensure(tmp_path / "cache", source_of(write_lines(tmp_path / "y.jsonl", rows[1:2])), template, 0.0)
+    assert "speakers must alternate" in nothing.value.why
+
+
 def test_glaive_as_published_is_one_text_with_the_speakers_in_it() -> None:
     assert kind_of_row(GLAIVE) == "glaive"
     (made,) = conversations(GLAIVE, "glaive")
