@@ -22,7 +22,7 @@ from lamplighter import report
 from lamplighter.config import Data
 from lamplighter.data.batches import BatchLayout
 from lamplighter.data.cache_location import locked
-from lamplighter.data.chat import example_cache, rows
+from lamplighter.data.chat import example_cache, rendering, rows
 from lamplighter.data.chat.example_cache import LEARNED, ensure, open_examples
 from lamplighter.data.chat.packing import arrange
 from lamplighter.data.chat.rows import (
@@ -560,7 +560,10 @@ PICKY = (
 )
 
 
-def test_a_row_that_the_template_refuses_is_set_aside_in_its_words_and_the_others_are_learned(tmp_path: Path) -> None:
+def test_a_row_that_the_template_refuses_is_set_aside_in_its_words_and_the_others_are_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "Elsewhere", rendering.Here)  # no process of its own
     (tmp_path / "picky.jinja").write_text(PICKY)
     template = load_template(str(tmp_path / "picky.jinja"), byte_level())
     rows = [{"prompt": word, "completion": f"{word}!"} for word in ("one", "twice", "three", "twice more", "five")]
