@@ -5,12 +5,15 @@ Out: a table (docs/families.md) of what `lamp train` makes of each: built from i
      loss and its gradients, exported to GGUF or not.
 
     python benchmarks/families.py [--only qwen2 mamba] [--write docs/families.md]
+
+With --only the page keeps its other rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -41,6 +44,96 @@ _SIZES: dict[str, Any] = {
     "vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0, "pad_token": 0,
 }  # fmt: skip
 
+_COMMON: dict[str, Any] = {"vocab_size": _VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
+                           "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_TWO = {**_COMMON, "num_key_value_heads": 2}
+_FOUR = {**_COMMON, "num_key_value_heads": 4}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_SIGHT = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_BOTH = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
+_GEMMA4 = {
+    **_TWO,
+    **_BOTH,
+    "vocab_size_per_layer_input": _VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "per_layer_config": {},
+}
+_QWEN4: dict[str, Any] = {
+    **_TWO,
+    **_EXPERTS,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "ple_embed_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+# Families whose sizes depend on each other: what their config is made with.
+_OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {**_FOUR, **_LATENT, **_EXPERTS, "num_experts": 4, "num_experts_per_token": 2, "num_expert_group": 2, "topk_group": 1,
+                       "linear_num_heads": 4, "linear_head_dim": 16, "layer_group_size": 2, "num_nextn_predict_layers": 0},
+    "cohere_compass_text": {**_FOUR, **_BOTH, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "vocab_size": _VOCABULARY, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+             "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}},
+    "deepseek_v2": {**_FOUR, **_LATENT, **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 8},
+    "dots1": {**_FOUR, **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 16},
+    "falcon_h1": {**_TWO, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "head_dim": 16},
+    "gemma3": {"text_config": {**_TWO, **_BOTH}, "vision_config": _SIGHT, "mm_tokens_per_image": 4, "boi_token_index": 5, "eoi_token_index": 6, "image_token_index": 7},
+    "gemma3n_text": {**_TWO, **_BOTH, "vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0, "laurel_rank": 8,
+                     "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma4": {"text_config": _GEMMA4, "vision_config": None, "audio_config": None},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "gemma4_unified": {"text_config": _GEMMA4},
+    "git": {**_COMMON, "vision_config": _SIGHT},
+    "got_ocr2": {"text_config": _TWO, "vision_config": {"hidden_size": 32, "output_channels": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "patch_size": 16, "mlp_dim": 32, "window_size": 2, "global_attn_indexes": [0]}, "image_token_index": 7, "image_seq_length": 4},
+    "lfm2_moe": {**_TWO, **_EXPERTS, "num_experts": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"vocab_size": _VOCABULARY, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "ffn_hidden_size": 96, **_LATENT, "head_dim": 8,
+                      "moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 32, "max_position_embeddings": 128},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "vocab_size": _VOCABULARY, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2, "n_groups": 1, "chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1},
+    "qwen4_exp": {"text_config": _QWEN4, "vision_config": {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64}},
+    "qwen4_exp_text": _QWEN4,
+    "reformer": {"vocab_size": _VOCABULARY, "hidden_size": 64, "num_attention_heads": 4, "attention_head_size": 16, "feed_forward_size": 96, "attn_layers": ["local", "lsh"], "axial_pos_embds": False, "axial_pos_shape": [8, 16],
+                 "axial_pos_embds_dim": [16, 48], "max_position_embeddings": 128, "is_decoder": True, "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 4},
+    "xlm": {"vocab_size": _VOCABULARY, "emb_dim": 64, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 128, "causal": True, "pad_token_id": 0},
+    "xlnet": {"vocab_size": _VOCABULARY, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 96, "pad_token_id": 0},
+    "phi4_multimodal": {**_TWO, "vision_config": {**_SIGHT, "num_hidden_layers": 2, "crop_size": 28}, "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 2, "num_attention_heads": 2, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 8, "input_size": 80}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    "moss_transcribe_diarize": {"text_config": {**_TWO, "head_dim": 16}, "audio_config": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "hidden_size": 32, "max_source_positions": 32}, "audio_token_id": 7},
+    "xlstm": {"vocab_size": _VOCABULARY, "hidden_size": 64, "embedding_dim": 64, "num_hidden_layers": 2, "num_blocks": 2, "num_heads": 4, "chunk_size": 8, "pad_token_id": 0},
+    "xmod": {**_COMMON, "is_decoder": True, "default_language": "en_XX"},
+    "zamba": {**_FOUR, "num_hidden_layers": 6, "attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8, "use_mamba_kernels": False},
+    "zamba2": {**_FOUR, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3], "layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_headdim": 16, "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8, "attention_hidden_size": 128, "attention_head_dim": 32,
+               "adapter_rank": 4, "kv_channels": 16, "num_query_groups": 4},
+    "zaya": {**_TWO, "moe_intermediate_size": 32, "num_experts": 4, "head_dim": 16, "router_hidden_size": 16},
+}  # fmt: skip
+# No text alone makes these write: an image, a sound or another model comes first.
+_OTHER_INPUT = {
+    "gemma4_assistant": "it drafts for another model, whose keys and values it reads",
+    "gemma4_unified_assistant": "it drafts for another model, whose keys and values it reads",
+    "emu3": "AutoModelForCausalLM of transformers does not open its config (images come with it)",
+    "mllama": "AutoModelForCausalLM of transformers does not open its config (images come with it)",
+    "musicgen": "it writes codes of sound, not text",
+    "musicgen_melody": "it writes codes of sound, not text",
+}
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -61,11 +154,14 @@ def tiny(kind: str, place: Path) -> str | None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind)
-    _shrink(config)
-    for inner in ("text_config", "decoder"):
-        if getattr(config, inner, None) is not None and not isinstance(getattr(config, inner), dict):
-            _shrink(getattr(config, inner))
+    if kind in _OTHER_INPUT:
+        return _OTHER_INPUT[kind]
+    config = AutoConfig.for_model(kind, **_OWN.get(kind, {}))
+    if kind not in _OWN:
+        _shrink(config)
+        for inner in ("text_config", "decoder"):
+            if getattr(config, inner, None) is not None and not isinstance(getattr(config, inner), dict):
+                _shrink(getattr(config, inner))
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > _MOST:
@@ -187,10 +283,11 @@ def page(found: list[Verdict]) -> str:
         "# Families",
         "",
         f"What `lamp train` makes of each causal language model of transformers {transformers.__version__}, found by trying: a tiny config with random weights,",
-        "opened from its folder, one loss with its gradients, in full and with LoRA. Made by `python benchmarks/families.py --write docs/families.md`.",
+        "opened from its folder, one loss with its gradients, in full and with LoRA. Made by `python benchmarks/families.py --write docs/families.md`",
+        "(with `--only NAME ...` single rows are made anew).",
         "",
         f"Of {len(found)} families {count['packed']} train with several examples in a window (packed), {count['grouped']} with batches of like length (grouped), {count['refused'] + count['FAILED']} are",
-        f"refused, and {count['not tried']} were not tried, as no tiny config was found by making the usual sizes small: nothing is said of them.",
+        f"refused, and {count['not tried']} were not tried, for the reason in the last column: of those nothing is said.",
         "GGUF: `lamp export --to gguf` writes the family; every file is compared with llama.cpp before it is there.",
         "",
         "| family | trains | GGUF | |",
@@ -200,6 +297,12 @@ def page(found: list[Verdict]) -> str:
         why = one.why.replace("|", "/").replace("<", "&lt;")
         lines.append(f"| `{one.kind}` | {one.how} | {'yes' if one.gguf else ''} | {why[:220]} |")
     return "\n".join(lines) + "\n"
+
+
+def rows_of(text: str) -> list[Verdict]:
+    """What a page says already."""
+    found = re.findall(r"^\| `([^`]+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
+    return [Verdict(kind, how.strip(), why.strip().replace("&lt;", "<"), bool(gguf.strip())) for kind, how, gguf, why in found]  # fmt: skip
 
 
 def main() -> None:
@@ -213,6 +316,9 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     found = judge_all(wanted.only or families())
+    if wanted.write and wanted.only:
+        renewed = {one.kind: one for one in [*rows_of(wanted.write.read_text()), *found]}
+        found = [renewed[kind] for kind in sorted(renewed)]
     if wanted.write:
         wanted.write.write_text(page(found))
 

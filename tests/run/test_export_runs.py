@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_chat import change
 
 from lamplighter.export import gguf_file, hugging_face, llama_cpp, reference
+from lamplighter.export.opened import ExportFailed
 from lamplighter.rundir import RunDir
 from running import LONG, Command, copy_run, lamp, shared, start_lamp, wait_for
 
@@ -88,6 +89,16 @@ def test_adapters_become_a_folder_of_peft_or_merged_a_model_of_transformers(run:
     assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.zoo
+def test_adapters_of_a_base_in_int8_are_compared_on_the_whole_base(tuned: Path, here: Command) -> None:
+    made = lamp("train", "--run", "narrow", *QUICK, "--lora.r", "4", "--lora.base_dtype", "int8", cwd=tuned)
+    assert made.returncode == 0, made.stdout + made.stderr
+    done = here("export", "narrow", "--to", "hf", cwd=tuned)
+    assert done.returncode == 0 and "on the whole base, logits within" in done.stderr, done.stderr
+    place = tuned / "runs" / "narrow" / "export" / "narrow-adapter" / "adapter_model.safetensors"
+    assert place.is_file()
+
+
 @pytest.mark.parametrize("quantize", ["f32", "q8_0"])
 def test_a_gguf_is_run_by_llama_cpp_and_says_the_same(run: RunDir, here: Command, quantize: str) -> None:
     done = here("export", "r", "--to", "gguf", "--quantize", quantize, cwd=run.path.parent.parent)
@@ -109,6 +120,14 @@ def test_a_model_with_weights_that_are_no_numbers_is_refused(tmp_path: Path, her
         done = here("export", "base", "--to", to, "--quantize", "f32", cwd=tmp_path)
         assert done.returncode == 65 and "model.norm.weight holds infinite numbers, or none" in done.stderr, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("-inf"), None])
+def test_a_probability_that_is_no_number_is_a_failure_and_is_not_left_out(answer: float | None) -> None:
+    said = reference.Reference([], [], scored=[reference.Scored([1, 2, 3], 1, [-1.0, -2.0], [2, 3])])
+    with pytest.raises(ExportFailed, match="no number"):
+        reference.compare_scores(said, [([-1.0, answer], [2, 3])], 0.01, 0.95)  # type: ignore[list-item]
+    assert "the same first choice in 100.0%" in reference.compare_scores(said, [([-1.0, -2.0], [2, 3])], 0.01, 0.95)
 
 
 def test_killed_in_mid_export_it_leaves_nothing(run: RunDir) -> None:

@@ -160,6 +160,26 @@ def test_a_base_that_moved_is_named_again_and_one_that_changed_is_refused(
         cwd=cwd,
     )
     assert asked.returncode == 78
+    (cwd / "elsewhere").rename(cwd / "again")
+    (cwd / "text.txt").write_text("One day Lily saw a big red ball. " * 8)
+    words = ["eval", "whole", "--tasks", "text", "--data", ".", "--threads", "1"]
+    gone = here(*words, cwd=cwd)
+    assert gone.returncode == 66 and "--model.init_from FOLDER" in gone.stderr, gone.stderr
+    assert here(*words, "--model.init_from", "again", cwd=cwd).returncode == 0
+    with serving(cwd, "whole", "--model.init_from", "again") as (port, _):
+        code, _told = ask(port, "/v1/completions", {"model": "whole", "prompt": "Add 2", "max_tokens": 2})
+    assert code == 200
+
+
+def test_an_adapter_or_a_run_in_the_place_of_a_model_is_told_as_that(tuned: Path, here: Command) -> None:
+    words = ["train", "--run", "more", "--data.paths", "rows.jsonl", "--lora.r", "4", "--model.init_from"]
+    adapter = here(*words, "runs/whole/checkpoints/checkpoint-30", cwd=tuned)
+    assert adapter.returncode == 78 and "is an adapter" in adapter.stderr + adapter.stdout
+    assert (
+        "lamp export runs/whole/checkpoints/checkpoint-30 --to hf --merge --out DIR" in adapter.stderr + adapter.stdout
+    )
+    run = here(*words, "runs/whole", cwd=tuned)
+    assert run.returncode == 78 and "is an adapter" in run.stderr + run.stdout
 
 
 def test_the_section_alone_is_refused(command: Command, tmp_path: Path) -> None:

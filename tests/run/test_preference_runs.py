@@ -104,6 +104,18 @@ def test_the_reference_is_kept_for_this_base_and_these_pairs_alone(preferred: Pa
     assert "pairs changed" in done.stdout
 
 
+def test_the_card_of_a_model_of_preference_pairs_tells_of_pairs_and_of_no_perplexity(preferred: Path) -> None:
+    from lamplighter.config import load_dump
+    from lamplighter.export import model_card
+
+    run = RunDir(preferred / "runs" / "whole")
+    facts = model_card.Published("me/preferred", run.checkpoint(24), 9, 9, is_adapter=False, base=None, license="mit", template=None)  # fmt: skip
+    card = model_card.write_card(run, load_dump(run.config), "", facts)
+    assert "preference pairs (DPO, beta 0.1)" in card and "perplexity" not in card
+    assert "| loss of a pair (0.6931: no preference) |" in card and "has the larger reward" in card
+    assert "loss of a preference pair" in model_card.draw_curves(run)
+
+
 def test_objective_and_rows_that_do_not_go_together_are_refused(
     preferred: Path, here: Command, command: Command
 ) -> None:

@@ -22,7 +22,7 @@ from lamplighter import report
 from lamplighter.config import Data
 from lamplighter.data.batches import BatchLayout
 from lamplighter.data.cache_location import locked
-from lamplighter.data.chat import example_cache, rows
+from lamplighter.data.chat import example_cache, rendering, rows
 from lamplighter.data.chat.example_cache import LEARNED, ensure, open_examples
 from lamplighter.data.chat.packing import arrange
 from lamplighter.data.chat.rows import (
@@ -544,6 +544,71 @@ def test_the_roles_of_sharegpt_and_glaive_are_known() -> None:
     (made,) = conversations(row, "messages")
     assert [message["role"] for message in made] == ["system", "user", "assistant", "tool", "assistant"]
     assert made[0]["content"].startswith("Be brief.\n\nYou may call") and "<tool_call>" in made[2]["content"]
+
+
+GLAIVE = {
+    "system": 'SYSTEM: You have these functions -\n{"name": "rate"}\n',
+    "chat": 'USER: Dollars to euros?\n\n\nASSISTANT: <functioncall> {"name": "rate", "arguments": \'{"from": "USD", "why": "it\\\'s asked"}\'} <|endoftext|>'
+    '\n\n\nFUNCTION RESPONSE: {"rate": 0.9}\n\n\nASSISTANT: It is 0.9.\nUSER and ASSISTANT: no turns here. <|endoftext|>\n\n\n',
+}
+
+
+PICKY = (
+    "{% for m in messages %}{% if 'twice' in m['content'] %}{{ raise_exception('speakers must alternate') }}{% endif %}"
+    "{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_row_that_the_template_refuses_is_set_aside_in_its_words_and_the_others_are_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "Elsewhere", rendering.Here)  # no process of its own
+    (tmp_path / "picky.jinja").write_text(PICKY)
+    template = load_template(str(tmp_path / "picky.jinja"), byte_level())
+    rows = [{"prompt": word, "completion": f"{word}!"} for word in ("one", "twice", "three", "twice more", "five")]
+    found = open_examples(ensure(tmp_path / "cache", source_of(write_lines(tmp_path / "x.jsonl", rows)), template, 0.0))
+    assert found.manifest["examples"] == 3 and len(found.train.begin) == 3
+    ((reason, count, place),) = found.manifest["set_aside"]
+    assert "speakers must alternate" in reason and count == 2 and place.endswith("x.jsonl:2")
+    pairs = [{"prompt": "?", "chosen": word, "rejected": f"not {word}"} for word in ("one", "twice", "three")]
+    source = find_rows(Data(paths=[str(write_lines(tmp_path / "p.jsonl", pairs))]), pairs=True)
+    assert source is not None
+    kept = open_examples(ensure(tmp_path / "cache", source, template, 0.0))
+    assert kept.manifest["examples"] == 2 and len(kept.train.begin) == 4, "whole pairs"
+    with pytest.raises(BadData, match="no example") as nothing:
+        ensure(tmp_path / "cache", source_of(write_lines(tmp_path / "y.jsonl", rows[1:2])), template, 0.0)
+    assert "speakers must alternate" in nothing.value.why
+
+
+def test_glaive_as_published_is_one_text_with_the_speakers_in_it() -> None:
+    assert kind_of_row(GLAIVE) == "glaive"
+    (made,) = conversations(GLAIVE, "glaive")
+    assert [message["role"] for message in made] == ["system", "user", "assistant", "tool", "assistant"]
+    assert made[0]["content"] == 'You have these functions -\n{"name": "rate"}'
+    assert made[2]["content"] == (
+        '<tool_call>\n{"name": "rate", "arguments": {"from": "USD", "why": "it\'s asked"}}\n</tool_call>'
+    )
+    assert made[-1]["content"] == "It is 0.9.\nUSER and ASSISTANT: no turns here."
+    broken = {**GLAIVE, "chat": "USER: a\n\n\nASSISTANT: <functioncall> rate() <|endoftext|>"}
+    with pytest.raises(NotAnExample, match="a function_call is not JSON"):
+        conversations(broken, "glaive")
+    assert kind_of_row({"chat": "we chatted"}) is None, "text under another name"
+
+
+def test_a_row_that_is_set_aside_says_its_true_reason_and_where_it_stands(tmp_path: Path) -> None:
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    rows = [good, {"messages": None}, {"messages": 3}, {"message": []}, good | {"messages": good["messages"][1:]}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))  # one line, as most tools write it
+    source = find_rows(Data(paths=[str(tmp_path / "rows.json")]))
+    aside = SetAside()
+    assert source is not None and len(list(source.conversations(aside))) == 1
+    assert {reason: place.rpartition("/")[2] for reason, place in aside.first.items()} == {
+        "messages is null": "rows.json:1 (row 2 of it)",
+        "messages is not a list": "rows.json:1 (row 3 of it)",
+        "the keys are message, not messages": "rows.json:1 (row 4 of it)",
+        "no question": "rows.json:1 (row 5 of it)",
+    }
 
 
 @pytest.mark.parametrize(

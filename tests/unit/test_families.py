@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from lamplighter.config import Lora, Model, Run
 from lamplighter.errors import BadConfig, LampError
 from lamplighter.model.build import Built, build, load_folder
-from lamplighter.model.families import FromTransformers
+from lamplighter.model.families import FromTransformers, check_adapters_are_used
 from lamplighter.model.generate import stream
 from lamplighter.model.transformer import Transformer, token_loss
 from lamplighter.model.weights import load_weights, weights
@@ -116,6 +117,23 @@ def test_a_model_that_sees_ahead_is_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "bert" / "config.json", {**config, "is_decoder": False})
     with pytest.raises(BadConfig, match="sees the tokens that it shall predict"):
         a_built(tmp_path / "bert")
+
+
+def test_adapters_that_cannot_be_asked_or_get_no_gradient_are_refused() -> None:
+    class Inner(torch.nn.Module):
+        def __init__(self, fault: Exception | None) -> None:
+            super().__init__()
+            self.fault, self.weight = fault, torch.nn.Parameter(torch.ones(8))
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+            if self.fault is not None:
+                raise self.fault
+            return SimpleNamespace(logits=self.weight.detach().expand(*input_ids.shape, 8))
+
+    with pytest.raises(BadConfig, match="would get a gradient"):  # Reformer's reversible layers are such
+        check_adapters_are_used(FromTransformers(Inner(None), 16))
+    with pytest.raises(BadConfig, match="cannot be asked with adapters"):
+        check_adapters_are_used(FromTransformers(Inner(ValueError("4 is not divisible by 8")), 16))
 
 
 def test_no_code_is_taken_from_a_folder(tmp_path: Path) -> None:

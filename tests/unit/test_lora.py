@@ -16,6 +16,7 @@ from lamplighter.errors import BadConfig, InputMissing, LampError
 from lamplighter.gpus import Device
 from lamplighter.model import lora as adapters
 from lamplighter.model import origin
+from lamplighter.model import weights as stored_weights
 from lamplighter.model.build import Built, build, load_folder
 from lamplighter.model.lora import LoraLinear, adapter_tensors, apply_lora, check_places, merge
 from lamplighter.model.recompute import recompute_blocks
@@ -164,6 +165,21 @@ def test_a_narrow_base_is_near_learns_and_merges_as_it_acts(
     again = load_folder(kept(built, base, tmp_path / "adapter", dtype))
     with torch.no_grad():
         assert torch.allclose(again.model(IDS), built.model(IDS), atol=2e-4), "what was validated is what is merged"
+    on_whole = a_built(base, Lora(r=4, targets=["all-linear"]))
+    load_weights(on_whole.model, tmp_path / "adapter")
+    again = load_folder(tmp_path / "adapter", base_dtype="fp32")
+    with torch.no_grad():
+        assert torch.allclose(again.model(IDS), on_whole.model(IDS), atol=2e-4), "as peft puts it on the base"
+
+
+def test_a_large_tensor_is_read_some_rows_at_a_time_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = folder_of("llama", tmp_path / "base")
+    whole = load_folder(base).model.state_dict()
+    monkeypatch.setattr(stored_weights, "_PIECE_BYTES", 1000)  # neither a multiple of a row nor of a tensor
+    pieces = load_folder(base).model.state_dict()
+    assert all(torch.equal(pieces[name], tensor) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize("family", SHAPES)

@@ -18,8 +18,9 @@ from lamplighter.data.batches import NO_TARGET, Batch, BatchLayout
 from lamplighter.data.chat import example_cache
 from lamplighter.data.chat.example_cache import LEARNED, Examples, Side
 from lamplighter.data.chat.pairs import arrange_pairs
-from lamplighter.data.chat.rows import NotAnExample, find_rows, kind_of_row, pair_of
+from lamplighter.data.chat.rows import find_rows, kind_of_row, pair_of
 from lamplighter.data.chat.template import load_template
+from lamplighter.data.chat.tool_calls import NotAnExample
 from lamplighter.data.token_estimate import estimate_tokens
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadConfig, BadData

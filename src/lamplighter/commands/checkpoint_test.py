@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import read_back, report
 from lamplighter.commands.arguments import find_run, named_again, parse, with_own_fields
+from lamplighter.commands.model_folder import base_given
 from lamplighter.errors import DONE, NoCheckpoint, UsageError
 from lamplighter.rundir import RunDir, newest_first, number, read_lines, read_record, step_of
 
@@ -38,6 +39,7 @@ def _test_flags(
     json: bool = False,
     threads: int | None = None,
     model_family: str | None = None,
+    model_init_from: str | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """What to test."""
@@ -53,12 +55,13 @@ def test(words: list[str]) -> int:
         from lamplighter.commands.generate import generate
 
         chosen = ["--checkpoint", flags["checkpoint"]] if flags["checkpoint"] else []
-        chosen += ["--model.family", flags["model_family"]] if flags["model_family"] else []
+        for name in ("model_family", "model_init_from"):
+            chosen += [f"--{name.replace('_', '.', 1)}", flags[name]] if flags[name] else []
         return generate([flags["run"], "--interactive", *chosen, "--runs-dir", str(flags["runs_dir"])])
     request = {
         "place": str(run.path.resolve()), "address": run.address, "checkpoint": flags["checkpoint"], "json": flags["json"],
         "prompts": str(flags["prompts"].resolve()) if flags["prompts"] else None, "threads": flags["threads"],
-        "model_family": flags["model_family"], "command": shlex.join(["lamp", "checkpoints", flags["run"], "test", *named_again(flags["runs_dir"])]),
+        "model_family": flags["model_family"], "model_init_from": base_given(flags["model_init_from"]), "command": shlex.join(["lamp", "checkpoints", flags["run"], "test", *named_again(flags["runs_dir"])]),
     }  # fmt: skip
     return session("checkpoint_test", request)
 

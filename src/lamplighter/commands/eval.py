@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
 from lamplighter.commands.arguments import many, named_again, parse, with_own_fields
-from lamplighter.commands.model_folder import folders_of, load_candidate, located, own_family, resolved_model
+from lamplighter.commands.model_folder import (
+    base_given,
+    folders_of,
+    load_candidate,
+    located,
+    own_family,
+    resolved_model,
+)
 from lamplighter.errors import DONE, BadData, InputMissing, LampError, UsageError
 from lamplighter.procs import procfs
 from lamplighter.rundir import (
@@ -68,6 +75,7 @@ def _eval_flags(
     json: bool = False,
     threads: int | None = None,
     model_family: str | None = None,
+    model_init_from: str | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """How to evaluate."""
@@ -87,6 +95,7 @@ def eval(words: list[str]) -> int:
     if flags["limit"] is not None and flags["limit"] < 1:
         raise UsageError("--limit must be 1 or more", "", "leave it out for all items")
     request = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    request["model_init_from"] = base_given(flags["model_init_from"])
     request |= {"tasks": tasks, "typed": flags["model"], "command": shlex.join(["lamp", "eval", *words])}
     if flags["human"]:
         from lamplighter.commands.human import compare

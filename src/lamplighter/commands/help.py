@@ -178,7 +178,7 @@ where a broken upload stopped. --dry-run writes the folder that would be uploade
     "eval": """\
 usage: lamp eval RUN|DIR|HUB-NAME [--tasks NAME,...] [--data DIR] [--checkpoint best|latest|all|N] [--suite quick|comprehensive]
                  [--limit N] [--num-fewshot N] [--window N] [--chat] [--json] [--threads N] [--runs-dir DIR]
-                 [--model.family MODULE:NAME]
+                 [--model.family MODULE:NAME] [--model.init_from BASE]
        lamp eval A B --human [--prompts FILE] [--page] [--runs-dir DIR]
 
   --data DIR        a folder or file per task: hellaswag/*.jsonl lambada/ mmlu/{dev,test}/*.csv arc_easy/ piqa/ rouge/ period/,
@@ -198,7 +198,7 @@ Each score has its n, standard error and chance level. Results are files in the 
     "serve": """\
 usage: lamp serve RUN|DIR|HUB-NAME [--host H] [--port N] [--api-key KEY] [--max-batch N] [--max-queue N] [--context N]
                   [--timeout-s S] [--follow] [--checkpoint best|latest|checkpoint-N] [--threads N] [--runs-dir DIR]
-                  [--model.family MODULE:NAME]
+                  [--model.family MODULE:NAME] [--model.init_from BASE]
 
 /v1/models /v1/completions /v1/chat/completions as OpenAI has them, /health, /metrics, and a page to chat at /.
   --host, --port    127.0.0.1 and 8000; on another host a key is needed, and made where none is given

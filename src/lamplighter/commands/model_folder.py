@@ -141,9 +141,10 @@ def load_candidate(folder: Path, request: Mapping[str, Any]) -> Candidate:
     from lamplighter.model.build import load_folder
     from lamplighter.model.generate import lay_out
 
-    refuse_without_memory(folder)
+    base = request.get("model_init_from")
+    refuse_without_memory(folder, base=base)
     with report.phase("model"):
-        built = load_folder(folder, request["model_family"], request["command"])
+        built = load_folder(folder, request["model_family"], request["command"], base=base)
         tokenizer = tokenizers.load(folder)
         template = templates.of_folder(folder, tokenizer) if request.get("chat") else None
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,13 +157,27 @@ def load_candidate(folder: Path, request: Mapping[str, Any]) -> Candidate:
     return Candidate(subject, built, tokenizer, template)
 
 
-def refuse_without_memory(folder: Path, more_bytes: int = 0, is_loaded: bool = False) -> None:
-    """77 where the weights (unless they are there already) and so much more would not fit beside what runs already."""
+def refuse_without_memory(
+    folder: Path, more_bytes: int = 0, is_loaded: bool = False, *, base: str | None = None
+) -> None:
+    """77 where the weights (unless they are there already; of an adapter its base's, too) and so much more would not fit beside
+    what runs already."""
     from lamplighter.procs import cgroup, procfs
 
-    weights = 0 if is_loaded else sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    weights = 0 if is_loaded else sum(path.stat().st_size for path in _weights_of(folder, base))
     need = weights + _SPARE_BYTES + more_bytes
     have = min([procfs.memory_available(), *(limit.left for limit in cgroup.memory_limits())])
     if need > have:
         why = f"it needs about {human_bytes(need)}, and {human_bytes(have)} are free"
         raise RefusedByPlan(f"there is no memory for {folder.name}", why, "wait until other work has ended, or use another machine")  # fmt: skip
+
+
+def _weights_of(folder: Path, base: str | None) -> list[Path]:
+    """The files that are read: of an adapter its own and those of its base, where that is a folder here."""
+    from lamplighter.model.origin import RECORD
+
+    found = [*folder.glob("*.safetensors")]
+    if (folder / "adapter_config.json").is_file():
+        named = base or read_record(folder / RECORD).get("path")
+        found += [*Path(str(named)).glob("*.safetensors")] if named else []
+    return found

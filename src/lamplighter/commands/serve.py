@@ -40,6 +40,7 @@ def _serve_flags(
     checkpoint: str = "latest",
     threads: int | None = None,
     model_family: str | None = None,
+    model_init_from: str | None = None,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """How to serve."""
@@ -59,7 +60,7 @@ def serve(words: list[str]) -> int:
         raise InputMissing(
             "lamp serve needs starlette and uvicorn", str(error), "pip install 'lamplighter[web]'"
         ) from error
-    from lamplighter.commands.model_folder import located
+    from lamplighter.commands.model_folder import base_given, located
 
     found = located(flags["model"], flags["runs_dir"])
     if flags["follow"] and not (Path(found["model"]) / "checkpoints").is_dir():
@@ -67,6 +68,7 @@ def serve(words: list[str]) -> int:
     key = flags.pop("api_key") or os.environ.get("LAMP_API_KEY", "")
     with web_access.listen(flags["host"], flags["port"]) as socket:
         access = _access(flags["host"], socket.getsockname()[1], key)
+        flags["model_init_from"] = base_given(flags["model_init_from"])
         request = {**flags, **found, "runs_dir": str(flags["runs_dir"]), "command": shlex.join(["lamp", "serve", flags["model"], *named_again(flags["runs_dir"])])}  # fmt: skip
         return _serve_on(socket, access, request)
 
@@ -136,7 +138,11 @@ def serve_child(_: RunDir, request: dict[str, Any]) -> int:
     if request["follow"]:
 
         def follower() -> None:
-            engine.follow(path / "checkpoints", lambda one: _load(one, request), lambda one: _has_room(one, cache))
+            engine.follow(
+                path / "checkpoints",
+                lambda one: _load(one, request),
+                lambda one: _has_room(one, cache, request["model_init_from"]),
+            )
 
     report.when_asked(lambda: engine.inbox.put(None), None)
     serve_all(engine, follower)
@@ -149,7 +155,7 @@ def _first_weights(folder: Path, request: dict[str, Any]) -> Loaded:
     from lamplighter.model.row_cache import cache_bytes
     from lamplighter.model.transformer import Transformer
 
-    refuse_without_memory(folder)
+    refuse_without_memory(folder, base=request["model_init_from"])
     loaded = _load(folder, request)
     length, cache = min(request["context"] or _LENGTH, loaded.built.positions), 0
     if isinstance(loaded.built.model, Transformer):
@@ -159,12 +165,12 @@ def _first_weights(folder: Path, request: dict[str, Any]) -> Loaded:
     return loaded
 
 
-def _has_room(folder: Path, cache: int) -> bool:
+def _has_room(folder: Path, cache: int, base: str | None) -> bool:
     from lamplighter.commands.model_folder import refuse_without_memory
     from lamplighter.errors import RefusedByPlan
 
     try:
-        refuse_without_memory(folder, cache)
+        refuse_without_memory(folder, cache, base=base)
     except RefusedByPlan:  # then the old weights go first
         return False
     return True
@@ -179,7 +185,7 @@ def _load(folder: Path, request: dict[str, Any]) -> Loaded:
     from lamplighter.model.generate import lay_out
     from lamplighter.serve.engine import Loaded
 
-    built = load_folder(folder, request["model_family"], request["command"])
+    built = load_folder(folder, request["model_family"], request["command"], base=request["model_init_from"])
     tokenizer = tokenizers.load(folder)
     template = templates.of_folder(folder, tokenizer)
     built.model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()

@@ -336,7 +336,7 @@ def _refuse_hub_name(given: str | None, where: str) -> None:
     raise InputMissing(
         f"model.init_from {given} is no folder here ({where})",
         "a name on the Hugging Face hub is written with its owner",
-        f"--model.init_from OWNER/{given} (openai-community/gpt2, say), or ./{given} for a folder",
+        f"--model.init_from OWNER/{given} (openai-community/gpt2, say), or the path of a folder (of one that was moved, the new one)",
     )
 
 

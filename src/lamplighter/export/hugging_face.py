@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lamplighter.errors import BadConfig
 from lamplighter.export.opened import ExportFailed, Opened
 from lamplighter.export.reference import PROMPTS, Reference, compare_scores, logits_of, prompt_of
 from lamplighter.export.tokenizer_class import compare_tokens, settle_class
+from lamplighter.model.build import load_folder
 from lamplighter.model.lora import SETTINGS, WEIGHTS
 from lamplighter.model.origin import RECORD
 from lamplighter.model.weights import weights
@@ -101,18 +103,24 @@ def check_adapter(place: Path, opened: Opened) -> str:
         ) from error
     record = json.loads((place / RECORD).read_text()) if (place / RECORD).exists() else {}
     base = opened.base or record.get("path") or json.loads((place / SETTINGS).read_text())["base_model_name_or_path"]
-    if record.get("dtype", "fp32") != "fp32":
+    if record.get("dtype", "fp32") == "fp32":
+        expected = _logits(opened)
+        opened.release()
+    else:  # peft puts it on the base as it is stored
         report.note(
             f"the adapter was trained on a base in {record['dtype']}: on the whole base its logits differ a little; --merge keeps them"
         )
-        return "not compared: peft knows only the whole base"
-    expected = _logits(opened)
-    opened.release()
+        opened.release()
+        whole = load_folder(opened.folder, base=opened.base, base_dtype="fp32")
+        whole.model.eval()
+        expected = _logits(replace(opened, built=whole))
+        del whole
     with report.phase("check"):
         theirs = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True), place
         ).eval()
-        return _same_logits(theirs, opened, expected)
+        told = _same_logits(theirs, opened, expected)
+        return told if record.get("dtype", "fp32") == "fp32" else f"on the whole base, {told}"
 
 
 def _logits(opened: Opened) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ Out: the text of the card; a picture of the curves. Nothing is made up: what the
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -158,6 +159,11 @@ def _training(run: RunDir, settings: Run, status: dict[str, Any], facts: Publish
         ("steps", f"{step:,} of {train.batch_size} sequences of up to {settings.data.seq_len} tokens"),
         ("tokens", f"{int(number(state.get('tokens'))):,}"),
         ("parameters", f"{facts.parameters:,}, {facts.trained:,} of them trained"),
+        *(
+            [("objective", f"preference pairs (DPO, beta {train.dpo_beta:g}); the reference is the model as it began")]
+            if train.objective == "dpo"
+            else []
+        ),
         (
             "optimizer",
             f"{train.optimizer}, peak rate {train.lr:g}, {train.schedule}, weight decay {train.weight_decay:g}",
@@ -184,9 +190,16 @@ def _evaluation(run: RunDir, step: int) -> str:
     rows = []
     if scored:
         last = scored[max((s for s in scored if s <= step), default=max(scored))]
-        value, perplexity = number(last["eval/val_loss"]), number(last.get("eval/val_ppl"))
-        rows.append(("held-out part of the training data", "loss (nats per token)", f"{value:.4f}", ""))
-        rows.append(("held-out part of the training data", "perplexity", f"{perplexity:.2f}", ""))
+        where, perplexity, told_apart = "held-out part of the training data", *(last.get(f"eval/{name}") for name in ("val_ppl", "reward_accuracy"))  # fmt: skip
+        is_pairs = isinstance(told_apart, int | float)
+        measure = f"loss of a pair ({math.log(2):.4f}: no preference)" if is_pairs else "loss (nats per token)"
+        rows.append((where, measure, f"{number(last['eval/val_loss']):.4f}", ""))
+        if isinstance(perplexity, int | float):
+            rows.append((where, "perplexity", f"{perplexity:.2f}", ""))
+        if is_pairs:
+            rows.append(
+                (where, "pairs of which the chosen answer has the larger reward", f"{number(told_apart):.1%}", "")
+            )
     for one in evaluations(run):
         for score in one["scores"]:
             error = f"± {score['stderr']:.4f}" if isinstance(score.get("stderr"), int | float) else ""
@@ -266,9 +279,12 @@ def draw_curves(run: RunDir) -> str:
     """Training and validation loss over the steps, as an SVG without anything from elsewhere."""
     train: dict[int, float] = {}
     held: dict[int, float] = {}
+    unit = "in nats per token"
     for record in read_lines(run.metrics):
         if not read_back.is_metric(record):
             continue
+        if "train/reward_margin" in record:
+            unit = "of a preference pair"
         for name, kept in (("train/loss", train), ("eval/val_loss", held)):
             if isinstance(record.get(name), int | float):
                 kept[record["step"]] = float(record[name])
@@ -291,7 +307,7 @@ def draw_curves(run: RunDir) -> str:
         '<rect width="640" height="300" fill="white"/><path d="M50 20V260H620" stroke="#888" fill="none"/>'
         f'<text x="4" y="24">{high:.2f}</text><text x="4" y="262">{low:.2f}</text><text x="560" y="280">step {last:,}</text>'
         f'<polyline points="{" ".join(points)}" fill="none" stroke="#06c"/>{dots}'
-        '<text x="60" y="292">loss in nats per token: line training, dots validation</text></svg>\n'
+        f'<text x="60" y="292">loss {unit}: line training, dots validation</text></svg>\n'
     )
 
 

@@ -160,6 +160,8 @@ def modelfile(file_name: str, template: ChatTemplate | None, temperature: float 
     else:
         turns = take_apart(template)
         lines.append(f'TEMPLATE """{go_template(turns)}"""')
+        if '"""' in turns.default_system:
+            raise _cannot('its system message contains """')
         if turns.default_system:
             lines.append(f'SYSTEM """{turns.default_system}"""')
         lines += [f'PARAMETER stop "{stop}"' for stop in stops_of(template)]

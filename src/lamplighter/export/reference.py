@@ -99,7 +99,7 @@ def logits_of(opened: Opened, ids: list[int]) -> Tensor:
 def _answer(opened: Opened, prompt: list[int]) -> Greedy:
     stops, answer = stops_of(opened), list[int]()
     room = min(_ANSWER_TOKENS, opened.built.positions - len(prompt))
-    for (token,) in stream(opened.built.model, prompt, max_tokens=room, temperature=0.0, window=opened.built.positions):
+    for (token,) in stream(opened.built.model, prompt, max_tokens=room, temperature=0.0, window=len(prompt) + room):
         assert token is not None
         answer.append(token)
         if token in stops:
@@ -109,9 +109,9 @@ def _answer(opened: Opened, prompt: list[int]) -> Greedy:
 
 
 def _sampled(opened: Opened, prompt: list[int], number: int) -> Scored:
+    room = min(_TEXT_TOKENS, opened.built.positions - len(prompt))
     made = [int(token or 0) for (token,) in stream(
-        opened.built.model, prompt, max_tokens=min(_TEXT_TOKENS, opened.built.positions - len(prompt)), temperature=1.0,
-        top_k=_LIKELY, seed=number, window=opened.built.positions)]  # fmt: skip
+        opened.built.model, prompt, max_tokens=room, temperature=1.0, top_k=_LIKELY, seed=number, window=len(prompt) + room)]  # fmt: skip
     ids = [*prompt, *made]
     logits = logits_of(opened, ids)[len(prompt) - 1 : -1]
     chances = logits.log_softmax(-1)
@@ -154,14 +154,18 @@ def compare_scores(
     reference: Reference, theirs: list[tuple[list[float], list[int]]], most: float, least_same: float
 ) -> str:
     """Perplexity within `most`, the same first choice in more than `least_same` of all places."""
-    pairs = [
-        (-mine, -other)
+    found = [
+        (mine, other)
         for one, (logprobs, _) in zip(reference.scored, theirs, strict=True)
         for mine, other in zip(one.logprobs, logprobs, strict=True)
-        if not math.isnan(
-            other
-        )  # half a character: which token it is is compared, how likely it is the server does not say
     ]
+    if lost := sum(other is None or not math.isfinite(other) for _, other in found):
+        raise ExportFailed(
+            "the exported model computes what is no number",
+            f"of {len(found)} tokens {lost} have no probability there",
+            "--quantize bf16 or f32: f16 ends at 65,504",
+        )
+    pairs = [(-mine, -other) for mine, other in found]
     ours_nll, their_nll = [mine for mine, _ in pairs], [other for _, other in pairs]
     same = [
         a == b

@@ -137,16 +137,23 @@ def _adapted(built: Built, folder: Path, lora: Lora, seed: int) -> Built:
     return replace(built, adapter=settings)
 
 
-def load_folder(folder: Path, family: str | None = None, command: str = "", *, base: str | None = None) -> Built:
+def load_folder(
+    folder: Path,
+    family: str | None = None,
+    command: str = "",
+    *,
+    base: str | None = None,
+    base_dtype: str | None = None,
+) -> Built:
     """The model of a checkpoint, of an adapter (merged into its base) or of any Hugging Face folder.
 
     An adapter's base is where its base.json says, or where the user says (`base`: a folder, or a name on the hub); its
-    hash must be the one of training.
+    hash must be the one of training. Its matrices act as they did there, or (`base_dtype` fp32) as they are stored.
     A folder never names code: a model of somebody's own is built by the `family` that the user gives. `command` is
     what the user typed, for the advice to type it again with the name.
     """
     if (folder / SETTINGS).is_file():
-        return _load_adapter(folder, base, command)
+        return _load_adapter(folder, base, command, base_dtype)
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise InputMissing(
@@ -173,7 +180,7 @@ def load_folder(folder: Path, family: str | None = None, command: str = "", *, b
     return built
 
 
-def _load_adapter(folder: Path, base: str | None, command: str) -> Built:
+def _load_adapter(folder: Path, base: str | None, command: str, base_dtype: str | None = None) -> Built:
     settings, known = read_json(folder / SETTINGS), origin.read_base(folder)
     if not isinstance(settings, dict):
         raise BadData(f"{folder}/{SETTINGS} is damaged", "it is no JSON object", "use an intact copy")
@@ -181,7 +188,7 @@ def _load_adapter(folder: Path, base: str | None, command: str) -> Built:
     if known is not None:
         origin.refuse_other_base(known, origin.identify(place, known.dtype), str(folder))
     built = load_folder(place)
-    apply_lora(built.model, section_of(settings, folder, known.dtype if known else "fp32"), 0)
+    apply_lora(built.model, section_of(settings, folder, base_dtype or (known.dtype if known else "fp32")), 0)
     try:
         load_weights(built.model, folder)
     except FileNotFoundError as error:

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from lamplighter.errors import BadConfig, BadData, InputMissing
 
 _PROBE_LENGTHS = (7, 5, 4)
-_PROBE_ERRORS = (ValueError, RuntimeError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+_PROBE_ERRORS = (
+    AssertionError,
+    ValueError,
+    RuntimeError,
+    TypeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    NotImplementedError,
+)
 _CLOSE = 1e-4  # of the largest logit; fp32 in another order differs by a hundredth of it
 
 
@@ -180,16 +189,23 @@ def config_of(model: FromTransformers) -> dict[str, Any]:
     return {name: value for name, value in written.items() if name not in ("_name_or_path", "auto_map")}
 
 
-@torch.no_grad()
 def check_adapters_are_used(model: FromTransformers) -> None:
-    """Some families read the matrix of a layer past the layer itself: an adapter there would never be asked."""
+    """Some families read the matrix of a layer past the layer itself: an adapter there would never be asked. Others work out
+    gradients by themselves, and none reaches an adapter."""
+    kind = type(model.inner).__name__
     try:
-        model(torch.zeros(1, 4, dtype=torch.long))
+        logits = model(torch.zeros(1, 4, dtype=torch.long))
     except AttributeError as error:
-        what = f"{type(model.inner).__name__} reads the weights of some layers by itself"
+        what = f"{kind} reads the weights of some layers by itself"
         raise BadConfig(
             what, f"adapters there would have no effect ({error})", "name others: --lora.targets in_proj, say"
         ) from error
+    except _PROBE_ERRORS as error:
+        why = f"a row of 4 tokens: {' '.join(str(error).split())[:200] or type(error).__name__}"
+        raise BadConfig(f"{kind} cannot be asked with adapters in it", why, "choose another model") from error
+    if not logits.requires_grad:
+        why = "its layers work out their gradients by themselves, and the frozen embedding asks for none"
+        raise BadConfig(f"no adapter of {kind} would get a gradient", why, "leave lora out, or choose another model")
 
 
 # ---------------------------------------------------------------- are packed examples kept apart?

@@ -19,7 +19,7 @@ from lamplighter import read_back, report
 from lamplighter.config import Model, Run
 from lamplighter.errors import BadConfig, InputMissing, Unreachable
 from lamplighter.model.stored import weight_files
-from lamplighter.rundir import hash_file, human_bytes, read_record, write_json
+from lamplighter.rundir import hash_file, human_bytes, newest_first, read_record, write_json
 
 RECORD = "base.json"
 _KEPT = "model_source.json"
@@ -47,10 +47,31 @@ def with_local_model(run: Run, keep: Path | None = None, *, weights: bool = True
             moved = "if the base was moved, say where it is now: --model.init_from FOLDER (it is known by its hash)"
             advice = moved if run.lora.r else "check the path"
             raise InputMissing(f"model.init_from {given} is not there", "no such folder", advice)
+        _refuse_no_model(Path(given))
         return run
     with report.phase("model of the hub"):
         folder = _from_hub(run.model, keep, weights)
     return replace(run, model=replace(run.model, init_from=str(folder)))
+
+
+def _refuse_no_model(folder: Path) -> None:
+    """An adapter or a run in the place of a model: common mistakes, said before anything is read."""
+    if (folder / "config.json").is_file():
+        return
+    what, shown = f"model.init_from {folder}", shlex.quote(str(folder))
+    if (folder / "adapter_config.json").is_file():
+        merge = f"lamp export {shown} --to hf --merge --out DIR, then --model.init_from DIR"
+        raise BadConfig(
+            f"{what} is an adapter", "training begins with a whole model, not with what was added to one", merge
+        )
+    if found := newest_first(folder / "checkpoints"):
+        _refuse_no_model(found[0])
+        raise BadConfig(
+            f"{what} is a run",
+            "a model is in one of its checkpoints",
+            f"--model.init_from {shlex.quote(str(found[0]))}",
+        )
+    raise InputMissing(f"{what} is not a model folder", "it has no config.json", "check the path")
 
 
 def _from_hub(section: Model, keep: Path | None, weights: bool) -> Path:

@@ -19,6 +19,7 @@ from lamplighter.model.stored import open_safetensors, weight_files
 from lamplighter.model.transformer import INIT_STD, Transformer
 
 _RESIDUAL_PROJECTIONS = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
+_PIECE_BYTES = 16 << 20  # of a large tensor are read at a time
 # Constants that older transformers stored beside the weights; they are computed, not trained.
 _COMPUTED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -122,7 +123,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     with _fitting(model, folder) as found:
         places = {name: (path, stored) for name, (_, stored, path) in found.items()}
     for name, target in stored_tensors(model).items():
-        local(target).copy_(local_part(_read(*places[name]), target))
+        if target.dim() and target.nbytes > 2 * _PIECE_BYTES and not hasattr(target, "to_local"):
+            _read_into(target, *places[name])
+        else:
+            local(target).copy_(local_part(_read(*places[name]), target))
 
 
 @torch.no_grad()
@@ -137,6 +141,14 @@ def _read(path: Path, stored: str) -> Tensor:
     with open_safetensors(path) as file:
         tensor: Tensor = file.get_tensor(stored)
     return tensor
+
+
+def _read_into(target: Tensor, path: Path, stored: str) -> None:
+    """A large tensor some rows at a time: what is mapped of a whole embedding would be the peak of all memory."""
+    rows = max(1, _PIECE_BYTES * len(target) // target.nbytes)
+    for begin in range(0, len(target), rows):
+        with open_safetensors(path) as file:
+            target[begin : begin + rows].copy_(file.get_slice(stored)[begin : begin + rows])
 
 
 @torch.no_grad()

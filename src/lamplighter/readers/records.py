@@ -130,7 +130,8 @@ def text_of(record: Any, key: str, where: str) -> str:
         raise BadData(f"no text: {where}", f'"{key}" is null', "mend or remove the row")
     known = ", ".join(list(record)[:8]) if isinstance(record, dict) else f"a JSON {type(record).__name__}"
     why = f'nothing under "{key}"; found: {known}' if value is None else f'"{key}" holds a {type(value).__name__}'
-    raise BadData(f"no text: {where}", why, "set data.text_key")
+    advice = "set data.text_key; questions and answers are known by keys such as messages, or instruction with output (docs/finetuning.md)"
+    raise BadData(f"no text: {where}", why, advice)
 
 
 def _decoded(value: bytes, where: str) -> str:

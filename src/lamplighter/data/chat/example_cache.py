@@ -15,6 +15,7 @@ import io
 import json
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -25,7 +26,7 @@ import numpy as np
 
 from lamplighter import report
 from lamplighter.data.cache_location import CacheKind, CacheLocation, Mode, Parts, claimed, find_fault, verify_hashes
-from lamplighter.data.chat.rendering import Refused
+from lamplighter.data.chat.rendering import Refused, RowRefused
 from lamplighter.data.chat.rows import Message, RowSource, SetAside
 from lamplighter.data.chat.template import ChatTemplate, EncodedExample
 from lamplighter.data.tokenizer import Tokenizer
@@ -96,6 +97,9 @@ class _Builder:
         self.aside = SetAside(source.policy)
         self.index: array[int] = array("q")  # FIELDS but the last, one example after the other
         self.hashes: array[int] = array("Q")
+        self.encoding: deque[tuple[int, int]] = (
+            deque()
+        )  # of each example on its way: its hash, how many conversations it has
         self.seen: set[int] = set()
         self.total_bytes = source.total_bytes()
         self.tokens = self.rows = self.ends_taken = self.borders_kept = 0
@@ -154,26 +158,39 @@ class _Builder:
         elif mark in self.seen:
             self.aside.add(place, "the same as an earlier one")
         else:
-            self.rows += 1
             self.seen.add(mark)
-            self.hashes.append(mark)
+            self.encoding.append((mark, len(cleaned)))
             return cleaned
         return []
 
     def _store(self, chunk: list[_Conversation], encoded: list[EncodedExample | Refused], out: IO[bytes]) -> None:
-        for (messages, place, skipped), made in zip(chunk, encoded, strict=True):
-            if isinstance(made, Refused):
-                raise BadConfig(f"{place} cannot be learned with this template", str(made), "--data.template chatml")
-            if before := sum(message["role"] == "assistant" for message in messages[:skipped]):
-                made.learned[: made.begins[before]] = False
-            stored = made.ids | np.where(made.learned, LEARNED, np.uint32(0))
-            out.write(stored.astype("<u4").tobytes())
-            sizes = [(len(message["content"].encode()), message["role"] == "assistant") for message in messages]
-            first, last = np.flatnonzero(made.learned)[[0, -1]].tolist()
-            text, answers = sum(n for n, _ in sizes), sum(n for n, is_answer in sizes if is_answer)
-            self.index.extend((self.tokens, len(stored), first, last, int(made.learned.sum()), text, answers))
-            self.tokens += len(stored)
-            self.borders_kept += made.moved
+        both = zip(chunk, encoded, strict=True)
+        while parts := list(islice(both, self.encoding[0][1] if self.encoding else 1)):
+            mark, _ = self.encoding.popleft()
+            refused, place = next(((made, one[1]) for one, made in parts if isinstance(made, Refused)), (None, ""))
+            if refused is None:
+                self.rows += 1
+                self.hashes.append(mark)
+                for one, made in parts:
+                    assert isinstance(made, EncodedExample)
+                    self._store_one(one, made, out)
+            elif isinstance(refused, RowRefused):
+                self.aside.add(place, str(refused))
+            else:
+                raise BadConfig(f"{place} cannot be learned with this template", str(refused), "--data.template chatml")
+
+    def _store_one(self, one: _Conversation, made: EncodedExample, out: IO[bytes]) -> None:
+        messages, _, skipped = one
+        if before := sum(message["role"] == "assistant" for message in messages[:skipped]):
+            made.learned[: made.begins[before]] = False
+        stored = made.ids | np.where(made.learned, LEARNED, np.uint32(0))
+        out.write(stored.astype("<u4").tobytes())
+        sizes = [(len(message["content"].encode()), message["role"] == "assistant") for message in messages]
+        first, last = np.flatnonzero(made.learned)[[0, -1]].tolist()
+        text, answers = sum(n for n, _ in sizes), sum(n for n, is_answer in sizes if is_answer)
+        self.index.extend((self.tokens, len(stored), first, last, int(made.learned.sum()), text, answers))
+        self.tokens += len(stored)
+        self.borders_kept += made.moved
 
 
 _here: list[ChatTemplate] = []  # of a worker process (or of this one): made once, used for every chunk

@@ -36,6 +36,10 @@ class Refused(Exception):
     """This conversation cannot be rendered by this template; the text says why."""
 
 
+class RowRefused(Refused):
+    """The template itself will not have this conversation (two questions in a row, say); others it may."""
+
+
 class Renderer(Protocol):
     """For each job its texts, or why there are none."""
 

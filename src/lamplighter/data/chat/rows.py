@@ -5,7 +5,7 @@ Out: a RowSource: conversations to learn from, each with its place; as a Source,
 
 Kinds of rows, known by their keys: `messages` (or `conversations` with from and value), prompt with completion, question with
 answer, instruction with output (and input, system, history), instruction with instances; and pairs: a prompt with a chosen and
-a rejected answer. Calls of tools become text.
+a rejected answer; glaive's chat as one text. Calls of tools become text (tool_calls.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamplighter import report
+from lamplighter.data.chat.tool_calls import NotAnExample, calls_of, glaive_messages, is_glaive, offered, spoken_call
 from lamplighter.data.sources import Opened, is_named, is_own
 from lamplighter.data.sources.hub import HubSource, open_dataset
 from lamplighter.errors import BadConfig, BadData, InputMissing
@@ -46,6 +47,7 @@ Message = dict[str, str]
 Row = dict[str, Any]
 _RowInput = Item | HubSource
 PAIR = "pair"
+_SHOWN = 40  # characters of a word of the data, in a reason
 
 
 # ---------------------------------------------------------------- which kind a row is
@@ -68,7 +70,9 @@ def kind_of_row(row: Row, pairs: bool = False) -> str | None:
         return "prompt"
     if "question" in row and "answer" in row:
         return "question"
-    return PAIR if _is_pair(row) else None
+    if _is_pair(row):
+        return PAIR
+    return "glaive" if is_glaive(row) else None
 
 
 def _is_pair(row: Row) -> bool:
@@ -85,6 +89,7 @@ KIND_WORDS = {
     "instruction": "instruction, input, output",
     "prompt": "prompt, completion",
     "question": "question, answer",
+    "glaive": "chat (USER: ... ASSISTANT: ...)",
     PAIR: "prompt, chosen, rejected",
 }
 
@@ -100,10 +105,6 @@ def mixture(place: str, kind: str | None, first: str | None) -> BadData:
 # ---------------------------------------------------------------- a row as messages
 
 
-class NotAnExample(Exception):
-    """Why a row cannot be learned from, in a few words that are the same for rows of the same fault."""
-
-
 def conversations(row: Row, kind: str, between: str = "\n\n") -> list[list[Message]]:
     """The conversations in a row (one, but for instances and pairs); `between` stands between instruction and input."""
     if kind == PAIR:
@@ -111,6 +112,8 @@ def conversations(row: Row, kind: str, between: str = "\n\n") -> list[list[Messa
         return [pair.chosen, pair.rejected]
     if kind == "messages":
         return [_from_messages(row)]
+    if kind == "glaive":
+        return [glaive_messages(row)]
     if kind == "prompt" and isinstance(row.get("prompt"), list):  # both are messages
         rest = row.get(_answer_key(row) or "")
         return [
@@ -204,18 +207,20 @@ def _from_messages(row: Row) -> list[Message]:
     system = row.get("system")
     if isinstance(system, str) and system.strip():
         messages.append({"role": "system", "content": system})
-    tools = _tools(row.get("tools"))
+    tools = offered(row.get("tools"))
     for turn in value:
         if not isinstance(turn, dict):
             raise NotAnExample("a message is not an object")
         who = turn.get("role", turn.get("from"))
         role = _SPEAKERS.get(who) if isinstance(who, str) else None
         if role is None:
-            raise NotAnExample(f"a message has the role {who!r}" if who is not None else "a message has no role")
+            raise NotAnExample(
+                "a message has no role" if who is None else f"a message has the role {str(who)[:_SHOWN]!r}"
+            )
         content = _text(turn.get("content", turn.get("value")), "message")
         if who in _CALLERS:
-            content = _call_text(content)
-        if role == "assistant" and (calls := _calls(turn)):
+            content = spoken_call(content)
+        if role == "assistant" and (calls := calls_of(turn)):
             content = "\n".join([*([content] if content.strip() else []), *calls])
         messages.append({"role": role, "content": content})
     if tools and messages and messages[0]["role"] == "system":
@@ -223,61 +228,6 @@ def _from_messages(row: Row) -> list[Message]:
     elif tools:
         messages.insert(0, {"role": "system", "content": tools})
     return messages
-
-
-# ---------------------------------------------------------------- calls of tools, as text
-
-
-def _tools(found: object) -> str:
-    """The functions that a row offers, for its system message."""
-    if isinstance(found, str) and found.strip():
-        try:
-            found = json.loads(found)
-        except ValueError:
-            raise NotAnExample("tools is not JSON") from None
-    if not found:
-        return ""
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise NotAnExample("tools is not a list of functions")
-    lines = [json.dumps(one.get("function", one), ensure_ascii=False) for one in found]
-    return "\n".join(["You may call these functions:", "<tools>", *lines, "</tools>"])
-
-
-def _calls(turn: Row) -> list[str]:
-    """OpenAI's tool_calls (and its older function_call) of one message."""
-    found = turn.get("tool_calls")
-    if found is None and turn.get("function_call") is not None:
-        found = [{"function": turn["function_call"]}]
-    if found in (None, []):
-        return []
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise NotAnExample("tool_calls is not a list of calls")
-    return [_one_call(one.get("function", one)) for one in found]
-
-
-def _one_call(call: object) -> str:
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        raise NotAnExample("a tool call has no function name")
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            raise NotAnExample("the arguments of a tool call are not JSON") from None
-    return _in_marks(json.dumps({"name": call["name"], "arguments": arguments}, ensure_ascii=False))
-
-
-def _call_text(content: str) -> str:
-    """What a speaker named function_call says: JSON, one call or a list of them."""
-    try:
-        found = json.loads(content)
-    except ValueError:
-        raise NotAnExample("a function_call is not JSON") from None
-    return "\n".join(_one_call(one) for one in (found if isinstance(found, list) else [found]))
-
-
-def _in_marks(call: str) -> str:
-    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _text(value: object, what: str) -> str:
@@ -396,16 +346,18 @@ class RowSource:
 
     def rows(self, bad: BadRecords, aside: SetAside | None = None) -> Iterator[tuple[Row, str, str]]:
         """(row, kind of its file, place) of every row in order; a value that is no row goes to `aside`."""
-        done, reading = 0, bad.begin()
+        done, reading, line, number = 0, bad.begin(), 0, 0
         for one, kind in zip(self.inputs, self.kinds, strict=True):
 
             def tell(name: str, at: int, done: int = done) -> None:
                 self._position = Position(name, done + at)
 
-            name = name_of(one)
+            name, line = name_of(one), 0
             tell(name, 0)
             for record in _records(one, reading, tell):
-                place = f"{name}:{record.line}"
+                number = number + 1 if record.line == line else 1
+                line = record.line
+                place = f"{name}:{line}" if number == 1 else f"{name}:{line} (row {number} of it)"
                 self._position = Position(place, self._position.bytes_done)
                 if isinstance(record.value, dict):
                     yield record.value, kind, place
@@ -450,7 +402,16 @@ def check_kind(row: Row, kind: str, place: str) -> None:
     if here not in (kind, None):
         raise mixture(place, here, kind)
     if here is None:
-        raise NotAnExample(f"the keys are {', '.join(row) or 'none'}, not {KIND_WORDS[kind]}")
+        raise NotAnExample(no_kind(row, kind))
+
+
+def no_kind(row: Row, kind: str) -> str:
+    """Why a row is not of the kind that its file has."""
+    if kind == "messages" and (name := next((one for one in ("messages", "conversations") if one in row), None)):
+        return f"{name} is {'null' if row[name] is None else 'not a list'}"
+    if kind == "glaive" and "chat" in row:
+        return "chat does not begin with USER:"
+    return f"the keys are {', '.join(name[:_SHOWN] for name in list(row)[:8]) or 'none'}, not {KIND_WORDS[kind]}"
 
 
 def name_of(one: _RowInput) -> str:

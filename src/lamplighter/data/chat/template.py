@@ -19,7 +19,7 @@ import tokenizers
 
 from lamplighter import report
 from lamplighter.data.chat import rendering
-from lamplighter.data.chat.rendering import Job, Refused
+from lamplighter.data.chat.rendering import Job, Refused, RowRefused
 from lamplighter.data.chat.rows import Message
 from lamplighter.data.tokenizer import END_OF_TEXT, Tokenizer, first_difference
 from lamplighter.errors import BadConfig, InputMissing
@@ -111,7 +111,9 @@ class ChatTemplate:
             found = self._renderer.render(jobs, self.marks)
         except BadConfig as error:
             raise BadConfig(f"{self}: {error.what}", error.why, error.next) from error
-        return [Refused(f"{self} refuses it: {one}") if isinstance(one, Refused) else one for one in found]
+        return [
+            RowRefused(f"{self} refuses it: {str(one)[:200]}") if isinstance(one, Refused) else one for one in found
+        ]
 
     def close(self) -> None:
         """End its process, if it has one; the next conversation starts it again."""

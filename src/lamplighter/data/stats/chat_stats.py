@@ -19,8 +19,9 @@ import numpy as np
 from lamplighter import report
 from lamplighter.data.chat import example_cache, rows
 from lamplighter.data.chat.rendering import Refused
-from lamplighter.data.chat.rows import Message, NotAnExample, RowSource
+from lamplighter.data.chat.rows import Message, RowSource
 from lamplighter.data.chat.template import ChatTemplate
+from lamplighter.data.chat.tool_calls import NotAnExample
 from lamplighter.data.sampling import Quota
 from lamplighter.data.stats import About, Example, Quality, Reason, Request, Stats, conclude, minhash
 from lamplighter.data.stats.collect import NOTHING_HELD, Tally, would_refuse
@@ -37,7 +38,7 @@ _SENTENCE_WORDS = 8  # an answer of fewer words need not be a sentence
 _DOUBT = 0.25
 _FORMULA = f"100 x (1 - (faulty rows + {_DOUBT} x doubtful rows) / rows); a row counts once, the worse kind first"
 _REASONS = {
-    "unreadable": ("faulty", "not a row of a known kind: set aside by the reader"),
+    "unreadable": ("faulty", "it is no row, or no conversation: set aside, with the reason"),
     "empty": ("faulty", "neither prompt nor answer holds text"),
     "no_answer": ("faulty", "the answer is missing or empty"),
     "no_prompt": ("faulty", "the prompt is missing or empty"),
@@ -135,7 +136,7 @@ class _Counter:
             if here not in (kind, None):
                 raise NotAnExample("it is a row of another kind than those before it")
             if here is None and not {"instruction", "prompt", "messages"} & set(row):
-                raise NotAnExample(f"it has not the keys {rows.KIND_WORDS[kind]}")
+                raise NotAnExample(rows.no_kind(row, kind))
             for messages in rows.conversations(row, kind, self.template.between):
                 size += sum(len(message["content"]) for message in messages)
                 self._waiting.append((messages, place))
