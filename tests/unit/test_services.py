@@ -113,6 +113,14 @@ def test_each_service_gets_the_curve_in_the_form_that_it_takes(tmp_path: Path) -
     assert mail and mail.picture == drawn
 
 
+def test_a_title_of_other_letters_arrives_at_ntfy() -> None:
+    for name, plain in (("größe", False), ("size", True)):
+        told = letter("ntfy:t", {**MESSAGE, "run": name})
+        assert told and told.headers["Title"].isascii() and (name in told.headers["Title"]) == plain
+        ((words, charset),) = email.header.decode_header(told.headers["Title"])
+        assert name in (words.decode(charset or "ascii") if isinstance(words, bytes) else words)
+
+
 def test_a_topic_is_a_secret() -> None:
     assert "topic" not in mask("notify ntfy:topic-of-mine") and "mine" not in mask(
         "--watch.notify ntfy://host.example/mine"
