@@ -16,7 +16,7 @@ from lamplighter.dash import facts, report_page
 from lamplighter.dash.comparison import Summary, compare, conclusions, evaluation_rows, table
 from lamplighter.dash.facts import RunsDir
 from lamplighter.dash.panels import _normal, panels_of
-from lamplighter.dash.series import MOST_POINTS, RunSeries, SeriesCache, thin
+from lamplighter.dash.series import MOST_POINTS, Floats, RunSeries, SeriesCache, thin
 from lamplighter.dash.server_answers import points_of, rounded
 from lamplighter.rundir import RunDir
 from lamplighter.watch.curves import CurveSketch
@@ -242,6 +242,44 @@ def test_the_picture_of_the_curves_is_bounded_and_valid(tmp_path: Path) -> None:
     long = CurveSketch(series.run)
     long.write_all()
     assert len(long.buckets["train/loss"]) <= 400 and len((series.run.path / "curves.svg").read_text()) < 60_000
+
+
+# How the three kinds of colour-blindness see (Machado and others, 2009), of linear RGB; and sRGB to XYZ.
+EYES = {
+    "usual": np.eye(3),
+    "no green": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+    "no red": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+    "no blue": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]),
+}  # fmt: skip
+XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+
+
+def test_the_colours_of_the_curves_are_told_apart_by_the_colour_blind() -> None:
+    """By CIE's distance of 1976, of which 2.3 can just be seen; and every one stands out from its ground (3:1, as WCAG wants)."""
+    text = (report_page.PAGE / "format.js").read_text()
+    palettes = [re.findall(r"#[0-9a-f]{6}", line) for line in re.findall(r"^    [?:] \[(.*)\]", text, re.MULTILINE)]
+    for ground, palette in zip(("#1c1f25", "#ffffff"), palettes, strict=True):
+        light = _linear([*palette, ground])
+        bright = light @ XYZ[1]
+        ratios = (np.maximum(bright[:-1], bright[-1]) + 0.05) / (np.minimum(bright[:-1], bright[-1]) + 0.05)
+        assert ratios.min() >= 3.0
+        for kind, seen in EYES.items():
+            lab = _lab(np.clip(light[:-1] @ seen.T, 0, 1))
+            apart = np.linalg.norm(lab[:, None] - lab[None], axis=-1)[np.triu_indices(len(palette), 1)]
+            assert len(palette) == 8 and apart.min() > 18, (ground, kind, apart.min())
+
+
+def _linear(colours: list[str]) -> Floats:
+    found = np.array([[int(one[i : i + 2], 16) / 255 for i in (1, 3, 5)] for one in colours])
+    return np.where(found <= 0.04045, found / 12.92, ((found + 0.055) / 1.055) ** 2.4)
+
+
+def _lab(light: Floats) -> Floats:
+    x, y, z = (light @ XYZ.T / np.array([0.95047, 1.0, 1.08883])).T
+    x, y, z = (np.where(one > 0.008856, np.cbrt(one), 7.787 * one + 16 / 116) for one in (x, y, z))
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=-1)
 
 
 # ---------------------------------------------------------------- comparison
