@@ -191,11 +191,12 @@ def _in_a_browser(address: str) -> dict[str, Any]:
         page.goto(address)
         page.wait_for_selector("tbody tr")
         shown_s = time.monotonic() - began
+        page_kb = sum(weight) / 1e3
         looks = [_look(page, f"{address}#/run/{urllib.parse.quote('0/r', safe='')}") for _ in range(2)]
         drawn = page.evaluate(DRAW)
         browser.close()
     return {
-        "page_kb": sum(weight) / 1e3,
+        "page_kb": page_kb,
         "shown_s": shown_s,
         "first_look_s": looks[0],
         "next_look_s": looks[1],

@@ -155,9 +155,9 @@ def hang(recorder: Recorder) -> None:
     recorder.speed = 4.0
     recorder.wait_for_text(r"step +10 ")
     recorder.speed = 1.0
-    recorder.wait_for_text(r"waiting for worker")
+    recorder.wait_for_text(r"waiting for (worker|a batch)")
     recorder.caption("a worker of its DataLoader has stopped answering")
-    recorder.wait_for_text(r"stuck: ")
+    recorder.wait_for_text(r"(stuck|waiting): worker")
     recorder.caption("named: the worker, the line, the item, and who waits for it")
     recorder.play(5.0)
 

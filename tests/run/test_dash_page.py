@@ -342,7 +342,7 @@ def test_nothing_jumps_and_nothing_is_cut_off(look: Look, width: int) -> None:
     for where in ("", f"#/run/{_key('first')}", f"#/compare/{_key('first')}|{_key('second')}"):
         look.open(where)
         _until(page, "[...(window.lampView?.shared?.charts || [])][0]?.curves.length > 0")
-        page.wait_for_timeout(300)
+        page.wait_for_timeout(100)  # some frames more
         assert page.evaluate("window.shift") < 0.1, where
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), where
         cut = "[...document.querySelectorAll('.tile b')].filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.textContent)"
