@@ -321,8 +321,15 @@ def test_at_most_4000_points_a_panel_and_a_zoom_keeps_the_extremes(look: Look) -
     page.mouse.up()
     _until(page, "window.lampView.shared.range[1] - window.lampView.shared.range[0] < 900")
     page.locator(".plot canvas >> nth=1").focus()
+    before = page.evaluate("window.lampView.shared.range")
+    page.keyboard.press("Shift+ArrowRight")
+    _until(page, f"window.lampView.shared.range[0] > {before[0]} && window.lampView.shared.range[1] > {before[1]}")
     page.keyboard.press("Home")
     _until(page, "window.lampView.shared.range === null")
+    page.get_by_label("Log x").check()
+    _until(page, f"{chart}.at.logX && {chart}.at.x0 === 1 && {chart}.px(100) - {chart}.px(10) > 100")
+    page.locator(".plot canvas >> nth=1").press("ArrowRight")
+    assert 1 < page.evaluate("window.lampView.shared.hover") < 20_000
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -335,7 +342,7 @@ def test_nothing_jumps_and_nothing_is_cut_off(look: Look, width: int) -> None:
     for where in ("", f"#/run/{_key('first')}", f"#/compare/{_key('first')}|{_key('second')}"):
         look.open(where)
         _until(page, "[...(window.lampView?.shared?.charts || [])][0]?.curves.length > 0")
-        page.wait_for_timeout(300)
+        page.wait_for_timeout(100)  # some frames more
         assert page.evaluate("window.shift") < 0.1, where
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), where
         cut = "[...document.querySelectorAll('.tile b')].filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.textContent)"

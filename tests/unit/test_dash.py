@@ -15,8 +15,8 @@ import pytest
 from lamplighter.dash import facts, report_page
 from lamplighter.dash.comparison import Summary, compare, conclusions, evaluation_rows, table
 from lamplighter.dash.facts import RunsDir
-from lamplighter.dash.panels import panels_of
-from lamplighter.dash.series import MOST_POINTS, RunSeries, SeriesCache, thin
+from lamplighter.dash.panels import _normal, panels_of
+from lamplighter.dash.series import MOST_POINTS, Floats, RunSeries, SeriesCache, thin
 from lamplighter.dash.server_answers import points_of, rounded
 from lamplighter.rundir import RunDir
 from lamplighter.watch.curves import CurveSketch
@@ -47,6 +47,7 @@ def test_thinning_keeps_every_extreme_and_both_ends() -> None:
     at, kept = thin(x, y, 4000)
     assert len(at) <= 4000 and (at[0], at[-1]) == (0.0, 99_999.0) and np.all(np.diff(at) > 0)
     assert kept[at == 77_777] == 99.0 and kept[at == 12_345] == -99.0
+    assert list(at[:10]) == list(range(10)), "on a logarithmic axis the first decade is a large part of the picture"
 
 
 def test_a_panel_gets_at_most_4000_points_and_a_zoom_gets_more_of_them(tmp_path: Path) -> None:
@@ -243,6 +244,44 @@ def test_the_picture_of_the_curves_is_bounded_and_valid(tmp_path: Path) -> None:
     assert len(long.buckets["train/loss"]) <= 400 and len((series.run.path / "curves.svg").read_text()) < 60_000
 
 
+# How the three kinds of colour-blindness see (Machado and others, 2009), of linear RGB; and sRGB to XYZ.
+EYES = {
+    "usual": np.eye(3),
+    "no green": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+    "no red": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+    "no blue": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]),
+}  # fmt: skip
+XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+
+
+def test_the_colours_of_the_curves_are_told_apart_by_the_colour_blind() -> None:
+    """By CIE's distance of 1976, of which 2.3 can just be seen; and every one stands out from its ground (3:1, as WCAG wants)."""
+    text = (report_page.PAGE / "format.js").read_text()
+    palettes = [re.findall(r"#[0-9a-f]{6}", line) for line in re.findall(r"^    [?:] \[(.*)\]", text, re.MULTILINE)]
+    for ground, palette in zip(("#1c1f25", "#ffffff"), palettes, strict=True):
+        light = _linear([*palette, ground])
+        bright = light @ XYZ[1]
+        ratios = (np.maximum(bright[:-1], bright[-1]) + 0.05) / (np.minimum(bright[:-1], bright[-1]) + 0.05)
+        assert ratios.min() >= 3.0
+        for kind, seen in EYES.items():
+            lab = _lab(np.clip(light[:-1] @ seen.T, 0, 1))
+            apart = np.linalg.norm(lab[:, None] - lab[None], axis=-1)[np.triu_indices(len(palette), 1)]
+            assert len(palette) == 8 and apart.min() > 18, (ground, kind, apart.min())
+
+
+def _linear(colours: list[str]) -> Floats:
+    found = np.array([[int(one[i : i + 2], 16) / 255 for i in (1, 3, 5)] for one in colours])
+    return np.where(found <= 0.04045, found / 12.92, ((found + 0.055) / 1.055) ** 2.4)
+
+
+def _lab(light: Floats) -> Floats:
+    x, y, z = (light @ XYZ.T / np.array([0.95047, 1.0, 1.08883])).T
+    x, y, z = (np.where(one > 0.008856, np.cbrt(one), 7.787 * one + 16 / 116) for one in (x, y, z))
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=-1)
+
+
 # ---------------------------------------------------------------- comparison
 
 
@@ -341,7 +380,7 @@ def test_a_damaged_run_is_compared_with_a_word_on_what_is_damaged(tmp_path: Path
     )
     cache = SeriesCache()
     whole = compare([(good, cache), (bad, cache)])
-    assert next(one["name"] for one in whole["says"]) == "Convergence" and not whole["unread_settings"]
+    assert "Damage" not in [one["name"] for one in whole["says"]] and not whole["unread_settings"]
     bad.status.write_text('{"state": "fini')
     bad.config.write_text("train: [1")
     bad.metrics.write_text("garbage\n\x00\n" + bad.metrics.read_text())
@@ -353,6 +392,52 @@ def test_a_damaged_run_is_compared_with_a_word_on_what_is_damaged(tmp_path: Path
     assert damage["name"] == "Damage" and damage["text"].startswith("bad: ") and "good" not in damage["text"]
     for word in ("status.json", "config.yaml cannot be read", "2 lines of metrics.jsonl", "checkpoint-5"):
         assert word in damage["text"], damage["text"]
+
+
+def test_a_run_without_losses_keeps_nobody_from_comparing_the_others(tmp_path: Path) -> None:
+    """A watched command that tells none, and a folder of which nothing is left; what is not known of them is no zero."""
+    tokens = {"name": "a", "vocab_size": 300}
+    runs = [write_killed_run(tmp_path / name, steps=60, kills=1) for name in ("a", "b")]
+    for run in runs:
+        (run.checkpoint(10)).mkdir(parents=True)
+        (run.checkpoint(10) / "tokenizer.json").write_text(json.dumps(tokens))
+    watched, empty = RunDir(tmp_path / "watched"), RunDir(tmp_path / "empty")
+    for other in (watched, empty):
+        other.create()
+        other.events.touch()
+    watched.metrics.write_text('{"step": 1, "attempt": 1, "t": 1.7e9, "train/iter": 1, "train/dt_ms": 9.0}\n')
+    cache = SeriesCache()
+    told = compare([(run, cache) for run in (watched, *runs, empty)])
+    rows = {row["name"]: row for row in told["rows"]}
+    assert told["same_tokenizer"] and "not comparable" not in json.dumps(told)
+    assert rows["loss spikes"]["words"] == ["-", "0", "0", "-"]
+    assert rows["steps"]["words"] == ["1", "60", "60", "-"]
+    assert "watched: no losses are known; a: 0 loss spikes" in {one["name"]: one["text"] for one in told["says"]}["Stability"]  # fmt: skip
+
+
+def test_losses_of_commands_whose_tokenizers_nobody_knows_are_compared_under_that_condition(tmp_path: Path) -> None:
+    runs = [write_killed_run(tmp_path / name, steps=60, kills=1) for name in ("a", "b")]  # without settings
+    cache = SeriesCache()
+    says = {one["name"]: one["text"] for one in compare([(run, cache) for run in runs])["says"]}
+    assert "only if they have the same one" in says["Tokenizers"]
+
+
+def test_the_shorter_run_is_not_the_better_one_by_its_time() -> None:
+    alike, not_alike = ({"step": 90.0}, {"step": 90.0}), ({"step": 90.0}, {"step": 40.0})
+    for (first, second), best in ((alike, [1]), (not_alike, [])):
+        rows = table((_summary("a", 2.0, **first), _summary("b", 2.0, wall_s=20.0, **second)), True)
+        assert next(row for row in rows if row["name"] == "time")["best"] == best
+
+
+def test_the_rate_panel_says_what_this_schedule_does() -> None:
+    told = {"config": {"train": {"lr": 3e-4, "warmup_steps": 10, "decay_ratio": 0.4}}, "steps": 100.0}
+    for schedule, words in (
+        ("cosine", "falls along a cosine to step 100"),
+        ("constant", "stays to step 100"),
+        ("wsd", "stays to step 60, and falls in a straight line to step 100"),
+    ):
+        told["config"]["train"]["schedule"] = schedule  # type: ignore[index]
+        assert words in _normal("lr", told, np.empty(0))
 
 
 # ---------------------------------------------------------------- surroundings

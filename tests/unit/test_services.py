@@ -9,7 +9,7 @@ import io
 import json
 import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,14 @@ def test_each_service_gets_the_curve_in_the_form_that_it_takes(tmp_path: Path) -
     assert mail and mail.picture == drawn
 
 
+def test_a_title_of_other_letters_arrives_at_ntfy() -> None:
+    for name, plain in (("größe", False), ("size", True)):
+        told = letter("ntfy:t", {**MESSAGE, "run": name})
+        assert told and told.headers["Title"].isascii() and (name in told.headers["Title"]) == plain
+        ((words, charset),) = email.header.decode_header(told.headers["Title"])
+        assert name in (words.decode(charset or "ascii") if isinstance(words, bytes) else words)
+
+
 def test_a_topic_is_a_secret() -> None:
     assert "topic" not in mask("notify ntfy:topic-of-mine") and "mine" not in mask(
         "--watch.notify ntfy://host.example/mine"
@@ -150,6 +158,28 @@ def test_a_message_arrives_at_a_server(server: int, monkeypatch: pytest.MonkeyPa
     assert not said
     ((path, headers, body),) = _Server.heard
     assert path == "/topic" and headers["Title"] == "lamp: r stuck: worker_hang" and b"next: lamp why r" in body
+
+
+@pytest.mark.parametrize("target", ["https://hooks.slack.com/services/T/B/x", "https://discord.com/api/webhooks/1/x"])
+def test_a_message_arrives_at_a_webhook(
+    server: int, target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the same sender; only the name in the address is led to a server on this machine."""
+    post, host = notify._post, target.split("/")[2]
+
+    def here(address: str, body: bytes, headers: Mapping[str, str]) -> None:
+        post(address.replace(f"https://{host}", f"http://127.0.0.1:{server}"), body, headers)
+
+    monkeypatch.setattr(notify, "_post", here)
+    said: list[str] = []
+    one = Notifier(target, "r", said.append, _run_with_losses(tmp_path / "r"))
+    one.tell("stuck", "worker 3 <!channel> waits", cause="worker_hang", next="lamp why r")
+    one.close()
+    assert not said
+    ((path, _, body),) = _Server.heard
+    assert target.endswith(path)
+    assert b"worker_hang" in body and b"why: worker 3" in body and b"next: lamp why r" in body
+    assert b"<!channel>" not in body if "slack" in host else b"\x89PNG" in body and b'"parse": []' in body
 
 
 def test_a_server_that_takes_no_picture_gets_the_words(

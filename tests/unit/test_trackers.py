@@ -193,7 +193,8 @@ def test_what_trackio_does_not_store_is_not_marked_as_sent(tmp_path: Path, monke
 
     from lamplighter.watch.trackers import writers
 
-    monkeypatch.setattr(writers, "_STORED_S", 1.0)
+    patience_s = writers._STORED_S
+    monkeypatch.setattr(writers, "_STORED_S", 0.1)
     monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
     stores, run = [False], write_killed_run(tmp_path / "r", steps=20, kills=1)
     bulk_log = sqlite_storage.SQLiteStorage.bulk_log
@@ -212,6 +213,7 @@ def test_what_trackio_does_not_store_is_not_marked_as_sent(tmp_path: Path, monke
     kept = read_state(run, "trackio")
     assert not kept.done and kept.lines == 0 and kept.entries == 0
     stores[0] = True
+    monkeypatch.setattr(writers, "_STORED_S", patience_s)
     _send_all(_follower(run.path, "trackio"))
     names = ("r", "r~2", "r~3")
     assert_same(merge([read_trackio(tmp_path / "trackio" / "lamplighter.db", name)[0] for name in names]), run)

@@ -19,7 +19,7 @@ from lamplighter.errors import DONE, UsageError
 from lamplighter.rundir import RunDir
 
 _WIDE, _HIGH = 60, 6
-_MARKS = "ABCDEFGHIJKL"
+_MOST_RUNS = 12  # as on the page
 
 
 def _compare_flags(*runs: str, json: bool = False, runs_dir: Path = Path("runs")) -> None:
@@ -33,7 +33,11 @@ def compare(words: list[str]) -> int:
     flags = parse("compare", _compare_flags, words)
     if len(flags["runs"]) < 2:
         raise UsageError("lamp compare needs two runs or more", f"{len(flags['runs'])} given", "lamp compare RUN RUN; lamp runs lists them")  # fmt: skip
-    runs = [str(find_run(name, flags["runs_dir"]).path.resolve()) for name in flags["runs"][: len(_MARKS)]]
+    if len(flags["runs"]) > _MOST_RUNS:
+        raise UsageError(f"lamp compare takes at most {_MOST_RUNS} runs", f"{len(flags['runs'])} given", "compare those that matter; lamp runs lists them")  # fmt: skip
+    runs = [str(find_run(name, flags["runs_dir"]).path.resolve()) for name in flags["runs"]]
+    if len(set(runs)) < len(runs):
+        raise UsageError("a run cannot be compared with itself", f"the same run stands twice: {' '.join(flags['runs'])}", "lamp compare RUN RUN; lamp runs lists them")  # fmt: skip
     return session("compare", {"runs": runs, "json": flags["json"], "next": shlex.join(["lamp", "dash", *named_again(flags["runs_dir"])])})  # fmt: skip
 
 

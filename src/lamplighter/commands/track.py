@@ -132,6 +132,7 @@ def _track_one(run: RunDir, to: str, track: Any, follow: bool) -> None:
         follower = Follower(run, to, replace(setting, folder=run.path / "track" / to), report.note)
         for progress in follower.follow(until_end=live):
             phase.set(progress.step)
+        phase.set(follower.now.step)
     _say_made(run, to, follower.now)
 
 

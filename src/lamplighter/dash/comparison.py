@@ -7,6 +7,7 @@ Out: a table, sentences on convergence, generalisation, efficiency, stability an
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,9 +50,9 @@ class Summary:
     tokens: float = math.nan
     epochs: float = math.nan
     tokens_per_s: float = math.nan
-    step: int = 0
-    spikes: int = 0
-    attempts: int = 0
+    step: float = math.nan
+    spikes: float = math.nan
+    attempts: float = math.nan
     flags: tuple[str, ...] = ()
     rose: float = 0.0  # of validation, from its best to its end, as a share
     tokenizer: str = ""
@@ -94,9 +95,9 @@ def summarise(run: RunDir, series: RunSeries) -> Summary:
         tokens=tokens,
         epochs=_last(series, "train/epoch"),
         tokens_per_s=_known(series.median("train/tok_per_sec")),
-        step=int(series.steps[-1]) if series.steps else 0,
+        step=float(series.steps[-1]) if series.steps else math.nan,
         spikes=_spikes(loss),
-        attempts=int(status.get("attempt") or 0),
+        attempts=facts.finite(status.get("attempt")) or math.nan,
         flags=tuple(clean(str(one["cause"])) for one in status.get("flags") or []),
         rose=float(losses[-1] / losses[best] - 1) if falls else 0.0,
         tokenizer=_tokenizer(run, config),
@@ -110,6 +111,8 @@ def _tokenizer(run: RunDir, config: Mapping[str, Any]) -> str:
         file = path / "tokenizer.json"
         if file.is_file() and file.stat().st_size < 1 << 26:
             return hash_file(file)
+    if not config:  # a watched command: nobody knows
+        return ""
     return repr(sorted(config.get("tokenizer", {}).items())) + repr(config.get("data", {}).get("paths"))
 
 
@@ -140,20 +143,24 @@ def _noise(losses: Floats) -> float:
     return float(_NORMAL * np.median(np.abs(bends)) / math.sqrt(6))
 
 
-def _spikes(loss: Floats) -> int:
+def _spikes(loss: Floats) -> float:
+    if not len(loss):
+        return math.nan
     if len(loss) < 50:
-        return 0
+        return 0.0
     window = max(5, len(loss) // 100)
     padded = np.convolve(loss, np.ones(window) / window, mode="valid")
     away = loss[window - 1 :] - padded
     spread = float(np.median(np.abs(away))) or 1e-12
     high = away > _SPIKE * spread
-    return int(np.sum(high[1:] & ~high[:-1]))
+    return float(np.sum(high[1:] & ~high[:-1]))
 
 
 def _smooth(series: RunSeries) -> tuple[Floats, Floats]:
     """Loss by tokens, averaged over a hundredth of the run."""
-    loss = np.array(series.columns.get("train/loss", []), dtype=np.float64)
+    if "train/loss" not in series.columns:  # a watched command that tells none
+        return np.empty(0), np.empty(0)
+    loss = np.array(series.columns["train/loss"], dtype=np.float64)
     tokens = np.array(series.columns.get("train/tokens", series.steps), dtype=np.float64)
     known = np.isfinite(loss) & np.isfinite(tokens)
     loss, tokens = loss[known], tokens[known]
@@ -170,7 +177,8 @@ def compare(runs: Sequence[tuple[RunDir, SeriesCache]]) -> dict[str, Any]:
     """The table, the differences, the sentences."""
     with np.errstate(over="ignore", invalid="ignore"):  # of a damaged run, numbers that no double can square
         found = _told_apart([summarise(run, cache.of(run)) for run, cache in runs], [run for run, _ in runs])
-    same = len({one.tokenizer for one in found}) == 1
+    told = [one for one in found if not (math.isnan(one.train_loss) and math.isnan(one.val_loss))] or found
+    same = len({one.tokenizer for one in told}) == 1  # one without a loss keeps nobody from comparing the others
     states = [_state(run, cache.of(run)) for run, cache in runs]
     hurt = [
         f"{one.name}: {'; '.join(state['damage'])}" for one, state in zip(found, states, strict=True) if state["damage"]
@@ -183,12 +191,22 @@ def compare(runs: Sequence[tuple[RunDir, SeriesCache]]) -> dict[str, Any]:
         "rows": [*table(found, same), *evaluation_rows(folders, same)],
         "says": [
             *({"name": "Damage", "text": f"{'. '.join(hurt)}. What is said below leaves that out."} for _ in hurt[:1]),
+            *_unknown_tokenizers(found, same),
             *conclusions(found, same),
         ],
         "unread_settings": [one.name for one, run in zip(found, folders, strict=True) if facts.read_config(run)[1]],
         "config": _differences([facts.read_config(run)[0] for run in folders]),
         "environment": _differences([_environment(run) for run in folders]),
     }
+
+
+def _unknown_tokenizers(found: Sequence[Summary], same: bool) -> list[dict[str, str]]:
+    """Of commands that are not ours no tokenizer is known: losses are put beside each other, and the condition is said."""
+    told = [one for one in found if not math.isnan(one.train_loss)]
+    if not same or not told or told[0].tokenizer:
+        return []
+    text = "Nothing is known of the tokenizers of these runs. What is said of losses holds only if they have the same one and the same text."
+    return [{"name": "Tokenizers", "text": text}]
 
 
 def _told_apart(found: Sequence[Summary], runs: Sequence[RunDir]) -> list[Summary]:
@@ -223,7 +241,15 @@ def _environment(run: RunDir) -> dict[str, Any]:
     record = mask_record(read_record(run.path / "environment.json"))
     attempts = record.get("attempts")
     newest = attempts[-1] if isinstance(attempts, list) and attempts and isinstance(attempts[-1], dict) else {}
-    return {name: value for name, value in newest.items() if name not in ("t", "attempt", "diff")}
+    kept = {name: value for name, value in newest.items() if name not in ("t", "attempt")}
+    if isinstance(git := kept.get("git"), dict) and git.get("diff"):  # which differ is the news, not their first words
+        kept["git"] = {**git, "diff": f"{str(git['diff']).count(chr(10))} lines, {_mark_of(str(git['diff']))}"}
+    return kept
+
+
+def _mark_of(text: str) -> str:
+    """A few characters that are others for another text."""
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
 
 
 def _differences(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -255,12 +281,14 @@ _TABLE = (
     ("cost", "usd", "${:.4f}", "low"), ("parameters", "parameters", "large", ""), ("steps", "step", "{:,}", ""), ("tokens", "tokens", "large", ""),
     ("epochs", "epochs", "{:.2f}", ""), ("loss spikes", "spikes", "{}", "low"), ("attempts", "attempts", "{}", ""),
 )  # fmt: skip
+_BY_LENGTH = ("wall_s", "usd")  # the shorter run is not the better one
 _BY_TOKENIZER = ("train_loss", "val_loss", "best_val", "ppl")
 
 
 def table(found: Sequence[Summary], same: bool) -> list[dict[str, Any]]:
     """Rows with words for each run and, of two, the difference; which one is better, where that can be said."""
     rows = []
+    alike = len({one.step for one in found}) == 1
     for title, name, form, better in _TABLE:
         values = [math.exp(min(one.val_loss, 50)) if name == "ppl" else float(getattr(one, name)) for one in found]
         if all(math.isnan(value) for value in values):
@@ -273,11 +301,12 @@ def table(found: Sequence[Summary], same: bool) -> list[dict[str, Any]]:
             "difference": "",
         }
         known = [value for value in values if not math.isnan(value)]
-        if not comparable:
-            row["difference"] = "not comparable: other tokenizers"
+        if not comparable and len(known) > 1:
+            unknown = any(not one.tokenizer for one in found)
+            row["difference"] = f"not comparable: {'unknown' if unknown else 'other'} tokenizers"
         elif len(known) > 1:
             row["difference"] = _difference(known, form) if len(known) == len(values) or len(known) > 2 else ""
-            best = _best(found, name, values, better) if better else []
+            best = _best(found, name, values, better) if better and (name not in _BY_LENGTH or alike) else []
             if len(best) < len(known):
                 row["best"] = best
             elif len(set(known)) > 1:
@@ -318,7 +347,7 @@ def evaluation_rows(runs: Sequence[RunDir], same: bool) -> list[dict[str, Any]]:
         known = [one for one in mine if one is not None]
         if len({one["data"] for one in known}) > 1:
             row["difference"] = "not comparable: other data"
-        elif not same and name in _BY_TOKENS:
+        elif not same and name in _BY_TOKENS and len(known) > 1:
             row["difference"] = "not comparable: other tokenizers"
         elif len(known) == len(mine) == 2:
             first, second = known
@@ -486,10 +515,12 @@ def _efficiency(found: Sequence[Summary]) -> str:
 def _stability(found: Sequence[Summary]) -> str:
     parts = []
     for one in found:
+        if math.isnan(one.spikes):
+            parts.append(f"{one.name}: no losses are known")
+            continue
+        again = "" if math.isnan(one.attempts) else f", {one.attempts:.0f} attempt{'s' * (one.attempts != 1)}"
         flags = f", red flags at the end: {', '.join(one.flags)}" if one.flags else ", no red flag at the end"
-        parts.append(
-            f"{one.name}: {one.spikes} loss spike{'s' * (one.spikes != 1)}, {one.attempts} attempt{'s' * (one.attempts != 1)}{flags}"
-        )
+        parts.append(f"{one.name}: {one.spikes:.0f} loss spike{'s' * (one.spikes != 1)}{again}{flags}")
     return "; ".join(parts) + "."
 
 

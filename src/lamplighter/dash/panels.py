@@ -117,7 +117,7 @@ def _normal(panel: str, facts: Mapping[str, Any], y: Floats) -> str:
         warm, peak = train.get("warmup_steps"), train.get("lr")
         shape = f"up to {peak:g} " if isinstance(peak, int | float) else "up to its peak "
         shape += f"in {warm} steps" if warm is not None else "in the first 5 % of the run (at most 2,000 steps)"
-        return f"Rises {shape}, then {'falls along a cosine' if train.get('schedule') != 'constant' else 'stays'} to step {int(steps)}. A low rate at the start is warm-up."
+        return f"Rises {shape}, then {_fall_of_rate(train, int(steps))}. A low rate at the start is warm-up."
     texts = {
         "margin": "Zero at the first step (the model is its own reference), then it grows; validation a little below training. A margin that stays below zero: the answers may be the wrong way round.",
         "rewards": "Both begin at zero. Chosen rises or stays near zero, rejected falls. Often both fall a little; if chosen falls far, the model unlearns the good answers too: a lower rate, or a higher train.dpo_beta.",
@@ -136,6 +136,19 @@ def _normal(panel: str, facts: Mapping[str, Any], y: Floats) -> str:
         "bpb": "As the validation loss, but the same for every tokenizer: this is what may be compared between runs.",
     }
     return texts.get(panel, "")
+
+
+def _fall_of_rate(train: Mapping[str, Any], steps: int) -> str:
+    """What the rate does after its warm-up, by the schedule of this run."""
+    end = f"step {steps}" if steps else "the end"
+    if train.get("schedule") == "constant":
+        return f"stays to {end}"
+    if train.get("schedule") == "wsd":
+        share = train.get("decay_ratio")
+        if not steps or not isinstance(share, int | float):
+            return f"stays, and at last falls in a straight line to {end}"
+        return f"stays to step {steps - round(share * steps)}, and falls in a straight line to {end}"
+    return f"falls along a cosine to {end}"
 
 
 def _short(value: float) -> str:

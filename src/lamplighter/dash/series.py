@@ -276,11 +276,16 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def thin(x: Floats, y: Floats, most: int) -> tuple[Floats, Floats]:
-    """The first, the lowest, the highest and the last point of each of most/4 buckets: no spike is ever lost."""
+    """The first, the lowest, the highest and the last point of each of most/4 buckets: no spike is ever lost.
+
+    A quarter of the buckets is divided by powers, so that on a logarithmic axis the first decades have points too.
+    """
     if len(x) <= most:
         return x, y
     buckets = max(1, most // 4)
-    edges = np.linspace(0, len(x), buckets + 1).astype(np.int64)
+    even, early = np.linspace(0, len(x), buckets - buckets // 4 + 1), np.geomspace(1, len(x), buckets // 4 + 1)[:-1]
+    edges = np.unique(np.concatenate([even, early]).astype(np.int64))
+    buckets = len(edges) - 1
     width = int(np.max(np.diff(edges)))
     index = np.minimum(edges[:-1, None] + np.arange(width)[None, :], (edges[1:] - 1)[:, None])
     values = y[index]

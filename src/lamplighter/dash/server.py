@@ -129,7 +129,9 @@ class Dash:
         return PlainTextResponse(text) if text is not None else _no("there is no such file")
 
     async def compare(self, request: Request) -> Response:
-        keys = request.query_params.getlist("run")[:_MOST_RUNS]
+        keys = request.query_params.getlist("run")
+        if len(keys) > _MOST_RUNS:
+            return _no(f"at most {_MOST_RUNS} runs are compared at once", 400)
         found = [at for key in keys if (at := self._find(key)) is not None]
         if len(found) < 2:
             return _no("name two runs or more", 400)

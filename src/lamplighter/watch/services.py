@@ -74,13 +74,11 @@ def letter(target: str, message: Mapping[str, Any], picture: bytes = b"", curve:
             picture=picture,
         )
     if target.startswith("ntfy:") or host == "ntfy.sh":
-        head = {"Title": f"lamp: {title}".encode("ascii", "replace").decode(), "Priority": "high" if kind in _URGENT else "default", "Content-Type": "text/plain"}  # fmt: skip
+        head = {"Title": _header(f"lamp: {title}"), "Priority": "high" if kind in _URGENT else "default", "Content-Type": "text/plain"}  # fmt: skip
         if picture:  # then the words are in a header, where a newline is written as two characters
-            from email.header import Header
-
             told = "\\n".join(" ".join(one.split()) for one in lines)
             head |= {
-                "Message": Header(told, "utf-8", maxlinelen=10**6).encode(),
+                "Message": _header(told),
                 "Filename": "loss.png",
                 "Content-Type": "image/png",
             }
@@ -95,6 +93,14 @@ def letter(target: str, message: Mapping[str, Any], picture: bytes = b"", curve:
     if host:
         return Letter(target, json.dumps(message).encode())
     return None
+
+
+def _header(text: str) -> str:
+    """As a header can hold it: RFC 2047 where it is not plain ASCII, which ntfy reads."""
+    from email.header import Header
+
+    text = " ".join(text.split())
+    return text if text.isascii() else Header(text, "utf-8", maxlinelen=10**6).encode()
 
 
 def _with_file(target: str, told: bytes, picture: bytes) -> Letter:

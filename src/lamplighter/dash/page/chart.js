@@ -34,6 +34,8 @@ export class Chart {
     let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
     for (const { x, length = x.length } of this.curves) if (length) { x0 = Math.min(x0, x[0]); x1 = Math.max(x1, x[length - 1]); }
     if (range) [x0, x1] = range;
+    const logX = this.shared.logX && x1 > 0; // then zero has no place: it begins at the first x beyond it
+    if (logX && x0 <= 0) x0 = Math.min(x1 / 1.1, ...this.curves.map(({ x }) => x.find((one) => one > 0) ?? x1));
     const log = this.shared.log && this.options.log !== false, scale = this.options.scale || 1;
     const shown = this.shared.smooth > 0 ? this.smooth() : this.curves;
     for (const { x, y } of shown === this.curves ? shown : [...this.curves, ...shown]) {
@@ -51,7 +53,7 @@ export class Chart {
     if (y0 === Infinity) return null;
     if (log) { if (y1 <= y0) { y1 = y0 * 1.1; y0 /= 1.1; } }
     else { const room = (y1 - y0) * 0.06 || Math.abs(y1) * 0.05 || 1; y0 = y0 >= 0 && y0 - room < 0 ? Math.max(0, y0 - room) : y0 - room; y1 += room; }
-    return { x0, x1, y0, y1, log, scale };
+    return { x0, x1, y0, y1, log, logX, scale };
   }
 
   smooth() {
@@ -109,7 +111,15 @@ export class Chart {
     this.overlay();
   }
 
-  px(x) { const { x0, x1 } = this.at; return LEFT + ((x - x0) / (x1 - x0)) * (this.size.width - LEFT - RIGHT); }
+  px(x) {
+    const { x0, x1, logX } = this.at, share = logX ? Math.log(x / x0) / Math.log(x1 / x0) : (x - x0) / (x1 - x0);
+    return LEFT + share * (this.size.width - LEFT - RIGHT);
+  }
+  // Back again: which x stands at a column of pixels.
+  xAt(px) {
+    const { x0, x1, logX } = this.at, share = (px - LEFT) / (this.size.width - LEFT - RIGHT);
+    return logX ? x0 * (x1 / x0) ** share : x0 + share * (x1 - x0);
+  }
   py(y) {
     const { y0, y1, log } = this.at, span = this.size.height - TOP - BOTTOM;
     const share = log ? Math.log(y / y0) / Math.log(y1 / y0) : (y - y0) / (y1 - y0);
@@ -118,17 +128,17 @@ export class Chart {
 
   // Where there are more points than pixels, each column of pixels gets its lowest and highest.
   line(pen, { x, y, sparse }, shaded = false) {
-    const { x0, x1, log, scale } = this.at;
-    const from = Math.max(0, lower(x, x0) - 1), to = Math.min(x.length, lower(x, x1) + 2);
+    const { x0, x1, log, logX, scale } = this.at;
+    const from = Math.max(logX ? lower(x, Number.MIN_VALUE) : 0, lower(x, x0) - 1), to = Math.min(x.length, lower(x, x1) + 2);
     const columns = this.size.width - LEFT - RIGHT, many = to - from > 3 * columns;
-    const wide = columns / (x1 - x0), { y0, y1 } = this.at, high0 = this.size.height - TOP - BOTTOM, tall = high0 / (log ? Math.log(y1 / y0) : y1 - y0);
+    const wide = columns / (logX ? Math.log(x1 / x0) : x1 - x0), { y0, y1 } = this.at, high0 = this.size.height - TOP - BOTTOM, tall = high0 / (log ? Math.log(y1 / y0) : y1 - y0);
     pen.beginPath();
     let open = false, column = -1, low = 0, high = 0, last = 0;
     const flush = () => { if (column >= 0) { const at = LEFT + column; if (!open) pen.moveTo(at, low); else pen.lineTo(at, low); pen.lineTo(at, high); pen.lineTo(at, last); open = true; column = -1; } };
     for (let i = from; i < to; i++) {
       const v = y[i] * scale;
       if (v !== v || (log && v <= 0)) { if (many) flush(); open = false; continue; }
-      const a = LEFT + (x[i] - x0) * wide, b = TOP + high0 - (log ? Math.log(v / y0) : v - y0) * tall; // px and py, without a call for each point
+      const a = LEFT + (logX ? Math.log(x[i] / x0) : x[i] - x0) * wide, b = TOP + high0 - (log ? Math.log(v / y0) : v - y0) * tall; // px and py, without a call for each point
       if (!many) { if (open) pen.lineTo(a, b); else pen.moveTo(a, b); open = true; continue; }
       const c = Math.round(a - LEFT);
       if (c !== column) { flush(); column = c; low = high = b; }
@@ -199,7 +209,13 @@ export class Chart {
     });
     pen.textAlign = "center"; pen.textBaseline = "alphabetic";
     const columns = Math.max(2, Math.floor(width / 84));
-    for (const tick of this.hours() ? hourTicks(x0, x1, columns) : ticks(x0, x1, columns)) pen.fillText(this.xWords(tick), Math.min(this.px(tick), width - RIGHT - 12), height - 7);
+    for (const tick of this.xTicks(columns)) pen.fillText(this.xWords(tick), Math.min(this.px(tick), width - RIGHT - 12), height - 7);
+  }
+
+  xTicks(columns) {
+    const { x0, x1, logX } = this.at, unit = this.hours() ? 3600 : 1;
+    if (logX && x1 > 2 * x0) return thinned(logTicks(x0 * unit, x1 * unit), columns).map((one) => one / unit);
+    return this.hours() ? hourTicks(x0, x1, columns) : ticks(x0, x1, columns);
   }
 
   hours() { return this.shared.x === "time" || this.shared.x === "wall"; }
@@ -238,18 +254,18 @@ export class Chart {
 
   listen() {
     const at = (event) => { const box = this.over.getBoundingClientRect(); return Math.min(this.size.width - RIGHT, Math.max(LEFT, event.clientX - box.left)); };
-    const value = (px) => this.at.x0 + ((px - LEFT) / (this.size.width - LEFT - RIGHT)) * (this.at.x1 - this.at.x0);
     const hover = (x) => { this.shared.hover = x; for (const chart of this.shared.charts) chart.overlay(); };
     this.over.addEventListener("pointermove", (event) => {
       if (!this.at) return;
       if (this.drag) this.drag.to = at(event);
       if (this.drag?.pan) { move(); return; }
-      hover(value(at(event)));
+      hover(this.xAt(at(event)));
     });
     // Moved at once, with the points that are there; those of the new stretch are asked for now and then.
+    const moved = ([low, high], share) => (this.at.logX ? [low * (high / low) ** share, high * (high / low) ** share] : [low + share * (high - low), high + share * (high - low)]);
     const move = () => {
-      const { from, to, range, asked } = this.drag, by = ((from - to) / (this.size.width - LEFT - RIGHT)) * (range[1] - range[0]);
-      this.shared.range = [range[0] + by, range[1] + by];
+      const { from, to, range, asked } = this.drag;
+      this.shared.range = moved(range, (from - to) / (this.size.width - LEFT - RIGHT));
       for (const chart of this.shared.charts) chart.plan();
       if (performance.now() - asked > 200) { this.drag.asked = performance.now(); this.shared.zoom(this.shared.range); }
     };
@@ -259,16 +275,17 @@ export class Chart {
       const drag = this.drag; this.drag = null;
       if (!drag || drag.to === undefined || Math.abs(drag.to - drag.from) < 6) { this.overlay(); return; }
       if (drag.pan) this.shared.zoom(this.shared.range);
-      else this.shared.zoom([value(drag.from), value(drag.to)].sort((a, b) => a - b));
+      else this.shared.zoom([this.xAt(drag.from), this.xAt(drag.to)].sort((a, b) => a - b));
     });
     this.over.addEventListener("dblclick", () => this.shared.zoom(null));
     this.over.addEventListener("keydown", (event) => {
       if (!this.at) return;
-      const { x0, x1 } = this.at, middle = this.shared.hover ?? (x0 + x1) / 2, span = x1 - x0;
+      const { x0, x1 } = this.at, span = this.size.width - LEFT - RIGHT, middle = this.shared.hover !== null ? this.px(this.shared.hover) : LEFT + span / 2;
+      const step = (by) => (event.shiftKey ? this.shared.zoom(moved([x0, x1], by / 5)) : hover(Math.min(x1, Math.max(x0, this.xAt(middle + (by * span) / 50)))));
+      const around = (half) => this.shared.zoom([this.xAt(middle - half), this.xAt(middle + half)]);
       const acts = {
-        ArrowLeft: () => hover(Math.max(x0, middle - span / 50)), ArrowRight: () => hover(Math.min(x1, middle + span / 50)),
-        "+": () => this.shared.zoom([middle - span / 4, middle + span / 4]), "=": () => this.shared.zoom([middle - span / 4, middle + span / 4]),
-        "-": () => this.shared.zoom([middle - span, middle + span]), Home: () => this.shared.zoom(null), Escape: () => this.shared.zoom(null),
+        ArrowLeft: () => step(-1), ArrowRight: () => step(1), "+": () => around(span / 4), "=": () => around(span / 4),
+        "-": () => around(span), Home: () => this.shared.zoom(null), Escape: () => this.shared.zoom(null),
       };
       if (acts[event.key]) { event.preventDefault(); acts[event.key](); }
     });
@@ -308,10 +325,19 @@ function common(y, scale, log, low, high) {
 // In hours, at whole seconds, minutes, hours or days.
 function hourTicks(low, high, count) {
   const rough = ((high - low) * 3600) / count, step = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400].find((one) => one >= rough);
-  if (!step || rough < 1) return ticks(low, high, count);
+  if (rough < 1) return ticks(low * 3600, high * 3600, count).map((one) => one / 3600);
+  if (!step) return ticks(low, high, count);
   const found = [];
   for (let at = Math.ceil((low * 3600) / step - 1e-9); at * step <= high * 3600 + 1e-6 && found.length < 50; at++) found.push((at * step) / 3600);
   return found;
+}
+
+// No more than there is room for: whole decades where they are enough, else each second, third, ...
+function thinned(found, most) {
+  if (found.length <= most) return found;
+  const decades = found.filter((one) => Math.abs(Math.log10(one) - Math.round(Math.log10(one))) < 1e-9), kept = decades.length > 1 ? decades : found;
+  const every = Math.ceil(kept.length / most);
+  return kept.filter((_, i) => i % every === 0);
 }
 
 // With as many digits as tell them apart.

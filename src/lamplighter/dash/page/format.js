@@ -53,10 +53,10 @@ export function badge(run) {
 
 export function colours() {
   const dark = getComputedStyle(document.documentElement).getPropertyValue("--bg").trim() === "#14161a";
-  // Okabe and Ito's, told apart by the colour-blind too; lighter on dark ground.
+  // Told apart by the colour-blind too, of each kind, also by how light they are (a test computes it).
   return dark
-    ? ["#56b4e9", "#f0b040", "#2fc49a", "#ff8f5a", "#e0a0c4", "#f0e442", "#9db7ff", "#c9ccd1"]
-    : ["#0072b2", "#d98200", "#009e73", "#d55e00", "#b05a8a", "#7a6a00", "#4a5fc1", "#555b63"];
+    ? ["#56b4e9", "#f0b040", "#d8f0a8", "#d83060", "#607800", "#a84890", "#9090ff", "#ff78a8"]
+    : ["#0072b2", "#d47f00", "#780048", "#301878", "#a89060", "#483000", "#d83078", "#9090c0"];
 }
 
 export const AXES = [["step", "by step"], ["tokens", "by tokens"], ["time", "by time"], ["usd", "by dollars"]];

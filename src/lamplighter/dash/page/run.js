@@ -22,8 +22,9 @@ export function showRun(main, source, id, go, confirm, toast) {
     state.dollars = [...by.options].find((one) => one.value === "usd");
     const smooth = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, "aria-label": "Smoothing", oninput: () => { shared.smooth = wall.smooth = Number(smooth.value); for (const chart of charts()) { chart.smoothed = null; chart.plan(); } } });
     const log = el("input", { type: "checkbox", onchange: () => { shared.log = wall.log = log.checked; for (const chart of charts()) chart.plan(); } });
+    const logX = el("input", { type: "checkbox", onchange: () => { shared.logX = logX.checked; for (const chart of shared.charts) chart.plan(); } });
     const clip = el("input", { type: "checkbox", onchange: () => { shared.clip = wall.clip = clip.checked; for (const chart of charts()) chart.plan(); } });
-    parts.controls.replaceChildren(by, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), el("label", { className: "bar small soft" }, clip, "Ignore outliers"), reset, el("span", { className: "soft small hint" }, "Drag to zoom, shift-drag to move, double-click to see all"));
+    parts.controls.replaceChildren(by, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), el("label", { className: "bar small soft" }, logX, "Log x"), el("label", { className: "bar small soft" }, clip, "Ignore outliers"), reset, el("span", { className: "soft small hint" }, "Drag to zoom, shift-drag to move, double-click to see all"));
   }
 
   // ---- now
@@ -66,14 +67,14 @@ export function showRun(main, source, id, go, confirm, toast) {
     const held = run.live && (run.stall || run.stale); // then neither a phase nor a time left means anything
     const watched = run.verb === "watch", some = (known, made) => (known || !watched ? [made] : []); // of a command that is not ours, what it tells
     const bar = run.steps ? el("progress", { max: run.steps, value: run.step || 0 }) : null;
-    const open = Math.max(0, (run.step || 0) - (run.durable_step || 0)), safe = !run.step ? "" : open ? `${short(open)} steps not saved yet` : "all is saved";
+    const open = Math.max(0, (run.step || 0) - (run.durable_step || 0)), safe = !run.step ? "" : open ? `${short(open)} not saved yet` : "all is saved";
     const of = run.budget?.usd ? ` of ${money(run.budget.usd)}` : "";
     parts.tiles.replaceChildren(
       held ? tile("Now", run.stall ? "stalled" : "no word", run.stall || "status.json is not written any more") : tile("Now", run.live ? phases.current || run.phase || "starting" : run.state, !run.live ? run.outcome : watched ? run.now : `for ${duration(since)}${phases.usual_s ? `, last time ${duration(phases.usual_s)}` : ""}`),
       el("div", { className: "tile" }, el("span", {}, "Step"), el("b", { id: "step" }, short(run.step) + (run.steps ? ` / ${short(run.steps)}` : "")), bar || el("span", {}, " ")),
       tile("Time left", run.live && !held ? duration(run.eta_s) : "–", `spent ${duration(run.spent_s)}`),
       ...some(run.loss !== null, tile("Loss", short(run.loss), "of the last step")), ...some(run.val_loss !== null, tile("Validation", short(run.val_loss), run.best_val_loss !== null ? `best ${short(run.best_val_loss)}` : "")),
-      ...some(run.tokens_per_s !== null, tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`)), ...some(run.usd_per_hour, tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", !run.usd_per_hour ? "no price is set" : run.live && run.end_usd ? `${money(run.end_usd)} at the end` : `${money(run.usd_per_hour)} an hour`)),
+      ...some(run.tokens_per_s !== null, tile("Tokens/s", short(run.tokens_per_s), `${short(run.tokens)} tokens`)), ...some(run.usd_per_hour, tile("Cost", run.usd_per_hour ? money(run.usd) + of : "–", !run.usd_per_hour ? "no price is set" : run.live && run.end_usd ? `${money(run.end_usd)} at end` : `${money(run.usd_per_hour)} an hour`)),
       ...some(false, tile("Safe to step", short(run.durable_step), safe)), ...mirrored(run, tile), ...trackers(run.track),
       ...(run.attempt > 1 ? [tile("Attempt", short(run.attempt), run.ledger.redone_steps ? `${short(run.ledger.redone_steps)} steps redone` : "no step twice")] : []));
   }
@@ -87,9 +88,9 @@ export function showRun(main, source, id, go, confirm, toast) {
   // The one that is furthest behind, or in trouble.
   function trackers(all) {
     if (!all.length) return [];
-    const worst = all.reduce((one, other) => (other.problem && !one.problem ? other : !one.problem && other.lag > one.lag ? other : one)), names = all.map((one) => one.to).join(", ");
-    return [el("div", { className: "tile", id: "trackers" }, el("span", {}, all.length > 1 ? "Trackers" : "Tracker"), el("b", {}, worst.lag ? `${short(worst.lag)} behind` : "up to date"),
-      el("span", { title: all.map((one) => `${one.to}: ${one.problem || `at step ${one.step}`}`).join("\n") }, worst.problem ? `${worst.to}: ${worst.problem}` : names))];
+    const worst = all.reduce((one, other) => (other.problem && !one.problem ? other : !one.problem && other.lag > one.lag ? other : one)), names = all[0].to;
+    return [el("div", { className: "tile", id: "trackers" }, el("span", {}, all.length > 1 ? "Trackers" : "Tracker"), el("b", {}, worst.lag ? `${short(worst.lag)} ${worst.lag === 1 ? "step" : "steps"}` : "up to date"),
+      el("span", { title: all.map((one) => `${one.to}: ${one.problem || `at step ${one.step}`}`).join("\n") }, worst.problem ? `${worst.to}: ${worst.problem}` : worst.lag ? `behind: ${worst.to}` : all.length > 1 ? `all ${all.length}` : names))];
   }
 
   function flags() {
@@ -184,7 +185,8 @@ export function showRun(main, source, id, go, confirm, toast) {
 
   const folded = (title, ...body) => el("details", {}, el("summary", {}, title), ...body);
   const unit = (value, name) => (value === null ? "–" : name === "$" ? money(value) : name === "s" ? duration(value) : `${short(value)} ${name}`);
-  const difference = ({ seen, planned }) => (seen !== null && planned ? `${seen >= planned ? "+" : ""}${((100 * seen) / planned - 100).toFixed(0)} %` : "");
+  const signed = (share) => (share ? `${share > 0 ? "+" : ""}${share} %` : "as planned"); // never a -0 %
+  const difference = ({ seen, planned }) => (seen !== null && planned ? signed(Math.round((100 * seen) / planned - 100)) : "");
   const planned = (one) => [one.name, unit(one.planned, one.unit), unit(one.seen, one.unit), difference(one)];
   const checkpoint = (one) => [one.name + (one.best ? " ★ best" : ""), one.valid ? "valid" : "invalid", short(one.loss), short(one.val_loss), bytes(one.bytes), clock(one.t), one.valid ? "" : one.reason];
   // A line for each score: of the newest checkpoint, and behind it how it was before.

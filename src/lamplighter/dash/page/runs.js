@@ -8,7 +8,7 @@ const COLUMNS = [
 ];
 const WHICH = [["", "All runs"], ["live", "Live"], ["finished", "Finished"], ["rest", "Needs a look"]];
 const OVERLAID = [["train/loss", "Training loss", "nats per token"], ["eval/val_loss", "Validation loss", "nats per token"], ["train/tok_per_sec", "Tokens per second", "tokens/s"], ["train/dt_ms", "Step time", "ms"]];
-const FIRST_CHOSEN = 5;
+const FIRST_CHOSEN = 5, MOST_DRAWN = 12;
 
 export function showRuns(main, source, go) {
   const state = { rows: [], sort: "age_s", down: false, text: "", only: "", chosen: new Set(), drawn: "", lines: new Map(), drawing: false, again: false, closed: false };
@@ -27,6 +27,7 @@ export function showRuns(main, source, go) {
   const table = el("table", { className: "runs" }, el("thead", {}, el("tr", {}, el("th"), heads.map(({ cell }) => cell))), body);
   const smooth = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: shared.smooth, "aria-label": "Smoothing", oninput: () => { shared.smooth = Number(smooth.value); for (const chart of shared.charts) { chart.smoothed = null; chart.plan(); } } });
   const log = el("input", { type: "checkbox", onchange: () => { shared.log = log.checked; for (const chart of shared.charts) chart.plan(); } });
+  const logX = el("input", { type: "checkbox", onchange: () => { shared.logX = logX.checked; for (const chart of shared.charts) chart.plan(); } });
   const plots = OVERLAID.map(([name, title, unit]) => {
     const host = el("div", { className: "plot" });
     const card = el("div", { className: "card panel" }, el("header", {}, el("h2", {}, title), el("span", { className: "unit" }, unit)), host);
@@ -37,7 +38,7 @@ export function showRuns(main, source, go) {
   const stage = el("div", { className: "stack" },
     el("div", { className: "bar" }, el("h1", {}, "Runs"), el("span", { className: "grow" }), search, only, compare),
     el("div", { className: "card scroll" }, table),
-    overlay = el("div", { className: "stack" }, el("div", { className: "bar" }, axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), legend),
+    overlay = el("div", { className: "stack" }, el("div", { className: "bar" }, axis, el("label", { className: "bar small soft" }, "Smoothing", smooth), el("label", { className: "bar small soft" }, log, "Log axis"), el("label", { className: "bar small soft" }, logX, "Log x"), legend),
     el("section", { className: "panels half", "aria-label": "Curves of the chosen runs" }, plots.map(({ card }) => card))));
 
   function matches(run) {
@@ -119,7 +120,7 @@ export function showRuns(main, source, go) {
   }
 
   async function redrawOnce() {
-    const ids = [...state.chosen].filter((id) => state.rows.some((run) => run.id === id));
+    const chosen = [...state.chosen].filter((id) => state.rows.some((run) => run.id === id)), ids = chosen.slice(0, MOST_DRAWN);
     const told = ids.length ? await source.series(ids, plots.map(({ name }) => name), shared.x, shared.range) : {};
     if (state.closed) return; // somebody looks at something else by now
     const palette = colours(), named = ids.map((id, i) => ({ id, colour: palette[i % palette.length], label: called(id) }));
@@ -130,7 +131,8 @@ export function showRuns(main, source, go) {
       chart.options.empty = ids.length ? "none of the chosen runs has it" : "choose runs above";
       chart.set(drawn.map(({ id, label, colour }) => ({ ...numbers(told[id].curves[name]), label, colour, sparse: name.startsWith("eval/") })));
     }
-    legend.replaceChildren(...named.filter(({ id }) => seen.has(id)).map(({ label, colour }) => el("span", {}, el("i", { style: { "border-color": colour } }), label)));
+    legend.replaceChildren(...named.filter(({ id }) => seen.has(id)).map(({ label, colour }) => el("span", {}, el("i", { style: { "border-color": colour } }), label)),
+      ...(chosen.length > ids.length ? [el("span", {}, `the first ${ids.length} of ${chosen.length} that were chosen`)] : []));
   }
 
   function take(rows) {
