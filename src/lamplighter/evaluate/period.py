@@ -39,7 +39,7 @@ class Period:
         """What in a text does not belong: words not yet or no longer in use, years after the period."""
         plain = f" {' '.join(words_of(text))} "
         wrong = [
-            word for word, (since, until) in self.words.items() if f" {word} " in plain and self._outside(since, until)
+            word for word, (since, until) in self.words.items() if f" {word} " in plain and self.is_outside(since, until)
         ]
         years = [int(year) for year in _YEAR.findall(text)]
         return {
@@ -49,7 +49,7 @@ class Period:
             "years_that_fit": sum(self.begin <= year <= self.end for year in years),
         }
 
-    def _outside(self, since: int | None, until: int | None) -> bool:
+    def is_outside(self, since: int | None, until: int | None) -> bool:
         return (since is not None and since > self.end) or (until is not None and until < self.begin)
 
 
@@ -92,7 +92,11 @@ def read_period(path: Path) -> Period:
             since, until = _year(row.get("from")), _year(row.get("to"))
             if since is not None and until is not None and since > until:
                 raise ValueError(f"{row['word']!r} is in use from {since} to {until}")
-            listed[" ".join(words_of(row["word"]))] = since, until
+            word = " ".join(words_of(row["word"]))
+            if not word:
+                raise ValueError(f"{row['word']!r} is no word")
+            if listed.setdefault(word, (since, until)) != (since, until):
+                raise ValueError(f"{word!r} stands twice, with other years")
     except (KeyError, ValueError, AttributeError, TypeError, csv.Error) as error:
         why = f"{type(error).__name__}: {error}"
         raise BadData(
@@ -100,7 +104,11 @@ def read_period(path: Path) -> Period:
         ) from error
     if not listed:
         raise BadData(f"{words} is empty", "no word can be out of its time", "columns word,from,to")
-    return Period(begin, end, listed)
+    period = Period(begin, end, listed)
+    if not any(period.is_outside(*years) for years in listed.values()):  # every text would have a perfect score
+        why = f"all its words were in use from {begin} to {end}"
+        raise BadData(f"by {words} no word can be out of its time", why, "words that came later, or had gone before")
+    return period
 
 
 def _facts(path: Path) -> list[TaskItem]:
