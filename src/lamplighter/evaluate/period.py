@@ -62,7 +62,10 @@ def open_period(name: str, path: Path) -> Task:
     if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) for one in prompts):
         raise BadData(f"{description} has no prompts", "a list of texts to be continued", "see docs/evaluation.md")
     texts, most = (_count(description, found, name, usual) for name, usual in (("texts", 4), ("max_tokens", 80)))
-    items = [TaskItem(prompt, (), group="prompt") for prompt in prompts for _ in range(texts)]
+    try:
+        items = [TaskItem(prompt, (), group="prompt") for prompt in prompts for _ in range(texts)]
+    except ValueError as error:
+        raise BadData(f"{description} has a prompt that is no text", str(error), "save it as UTF-8") from error
     items += _facts(facts) if facts.is_file() else []
     files = [one for one in (description, path / "words.csv", facts) if one.is_file()]
     settings = {"from": found["from"], "to": found["to"], "max_tokens": most}
@@ -123,17 +126,16 @@ def _facts(path: Path) -> list[TaskItem]:
             answers = [_answer(one) for one in (row["right"], *row["wrong"])]
             if answers[0] in answers[1:]:
                 raise ValueError(f"{answers[0]!r} is right and wrong at once")
-            if not isinstance(row["prompt"], str):
-                raise ValueError(f"prompt is no text but {str(row['prompt'])[:40]!r}")
+            if not isinstance(prompt := row["prompt"], str):
+                raise ValueError(f"prompt is no text but {str(prompt)[:40]!r}")
+            between = "" if prompt[-1:].isspace() else " "
+            lengths = tuple(map(len, answers))
+            found.append(TaskItem(prompt, tuple(between + one for one in answers), 0, "fact", lengths))
         except (ValueError, KeyError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise BadData(
                 f"{path}, line {number} is no fact", why, 'it needs "prompt", "right" and "wrong": [...]'
             ) from error
-        lengths = tuple(map(len, answers))
-        prompt = row["prompt"]
-        between = "" if prompt[-1:].isspace() else " "
-        found.append(TaskItem(prompt, tuple(between + one for one in answers), 0, "fact", lengths))
     return found
 
 
