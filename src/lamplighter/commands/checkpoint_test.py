@@ -50,10 +50,13 @@ def test(words: list[str]) -> int:
     flags = parse("checkpoints", _test_flags, with_own_fields(words))
     run = find_run(flags["run"], flags["runs_dir"])
     if flags["interactive"]:
+        if flags["prompts"] or flags["json"]:
+            raise UsageError("--interactive goes with neither --prompts nor --json", "it is a conversation", "first the one, then the other")  # fmt: skip
         from lamplighter.commands.generate import generate
 
         chosen = ["--checkpoint", flags["checkpoint"]] if flags["checkpoint"] else []
         chosen += ["--model.family", flags["model_family"]] if flags["model_family"] else []
+        chosen += ["--threads", str(flags["threads"])] if flags["threads"] else []
         return generate([flags["run"], "--interactive", *chosen, "--runs-dir", str(flags["runs_dir"])])
     request = {
         "place": str(run.path.resolve()), "address": run.address, "checkpoint": flags["checkpoint"], "json": flags["json"],
@@ -134,7 +137,7 @@ def _row(run: RunDir, folder: Path, candidate: Candidate, tokens: Tokens, before
         "train_now": sum(recent) / len(recent) if recent else None, "train_then": sum(earlier) / len(earlier) if earlier else None,
     })  # fmt: skip
     return {
-        "checkpoint": folder.name, "step": step, "progress": progress, "loss": loss, "stderr": scores["loss"]["stderr"],
+        "checkpoint": folder.name, "step": step, "progress": progress, "loss": loss, "stderr": scores["loss"]["stderr"], "n": scores["loss"]["n"],
         "perplexity": scores["perplexity"]["value"], "expected": found.words() if found else None,
         "source": found.source if found else None, "action": action, "why": why,
     }  # fmt: skip
@@ -214,7 +217,7 @@ def _keep(run: RunDir, candidate: Candidate, last: Mapping[str, Any], record: Ma
 
     items = tuple(TaskItem(one["prompt"], ()) for one in record["texts"])
     task = Task("checkpoint-test", "generate", items, run.path, "", "{prompt}")
-    score = TaskScore("loss", last["loss"], last["stderr"], _DOCUMENTS, None, higher_is_better=False)
+    score = TaskScore("loss", last["loss"], last["stderr"], last["n"], None, higher_is_better=False)
     more = {"action": last["action"], "why": last["why"], "red_flags": list(record["red_flags"]), "examples": record["texts"]}  # fmt: skip
     name = log_name(task.name, candidate.subject, {})
     write_result(run.path / "evaluations", name, candidate.subject, task, [score], seconds=0.0, **more)

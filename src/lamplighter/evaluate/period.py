@@ -39,7 +39,9 @@ class Period:
         """What in a text does not belong: words not yet or no longer in use, years after the period."""
         plain = f" {' '.join(words_of(text))} "
         wrong = [
-            word for word, (since, until) in self.words.items() if f" {word} " in plain and self.is_outside(since, until)
+            word
+            for word, (since, until) in self.words.items()
+            if f" {word} " in plain and self.is_outside(since, until)
         ]
         years = [int(year) for year in _YEAR.findall(text)]
         return {

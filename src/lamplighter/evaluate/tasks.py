@@ -342,7 +342,9 @@ def _described(name: str, path: Path, description: Path, shots: Shots) -> Task:
     def item(row: Row) -> TaskItem:
         choices = _choices_of(row, found.get("choices", "choices"))
         gold = _gold(row[found.get("answer", "answer")], choices, numbers["first_answer"])
-        return _choice(_filled(prompt, row), [str(one) for one in choices], gold, str(row.get(found.get("group", ""), "")))
+        return _choice(
+            _filled(prompt, row), [str(one) for one in choices], gold, str(row.get(found.get("group", ""), ""))
+        )
 
     items, digest = _items(path, item)
     return Task(name, "choice", items, path, digest, prompt, {"num_fewshot": 0})
