@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import read_back, report
 from lamplighter.commands.arguments import find_run, named_again, parse, with_own_fields
 from lamplighter.errors import DONE, NoCheckpoint, UsageError
-from lamplighter.rundir import RunDir, newest_first, number, read_lines, read_record, step_of
+from lamplighter.rundir import RunDir, is_running, newest_first, number, read_lines, read_record, step_of
 
 if TYPE_CHECKING:
     from lamplighter.data.token_cache.reader import Tokens
@@ -205,7 +205,7 @@ def _next(request: Mapping[str, Any], last: Mapping[str, Any], flags: list[str])
         return f"lamp eval {address} --checkpoint best{named}"
     if last["action"] == "ready" and not flags:
         return f"lamp eval {address} --suite comprehensive{named}"
-    if last["progress"] < 1:
+    if last["progress"] < 1 and is_running(RunDir(Path(request["place"]))):
         return f"lamp watch {address}"
     return f"lamp generate {address} --checkpoint {last['checkpoint']} --interactive{named}"
 
