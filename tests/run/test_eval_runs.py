@@ -229,6 +229,9 @@ def test_no_score_without_data(run: RunDir, here: Command, tmp_path: Path) -> No
         (["--checkpoint", "17"], 74, "there is no checkpoint"),
         (["--suite", "huge"], 2, "quick, comprehensive"),
         (["--limit", "0"], 2, "--limit must be 1 or more"),
+        (["r", "--human", "--checkpoint", "all"], 2, "--checkpoint all cannot be used here"),
+        (["r", "--human", "--tasks", "piqa"], 2, "--tasks cannot be used here"),
+        (["--page"], 2, "--page cannot be used here"),
     ):
         done = here("eval", "r", *words, cwd=tmp_path)
         assert done.returncode == code, done.stderr

@@ -88,6 +88,7 @@ def eval(words: list[str]) -> int:
         raise UsageError("--limit must be 1 or more", "", "leave it out for all items")
     request = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     request |= {"tasks": tasks, "typed": flags["model"], "command": shlex.join(["lamp", "eval", *words])}
+    _refuse_what_would_be_ignored(flags, bool(tasks))
     if flags["human"]:
         from lamplighter.commands.human import compare
 
@@ -96,6 +97,18 @@ def eval(words: list[str]) -> int:
         raise UsageError("two models are compared by people", "only --human takes two", "lamp eval A B --human")
     request |= located(flags["model"], flags["runs_dir"])
     return session("eval", request)
+
+
+def _refuse_what_would_be_ignored(flags: Mapping[str, Any], has_tasks: bool) -> None:
+    """People answer no tasks, and tasks have no pairs."""
+    of_tasks = {"--tasks": has_tasks, "--suite": flags["suite"], "--data": flags["data"], "--limit": flags["limit"], "--num-fewshot": flags["num_fewshot"], "--window": flags["window"], "--checkpoint all": flags["checkpoint"] == "all"}  # fmt: skip
+    of_people = {"--prompts": flags["prompts"], "--page": flags["page"]}
+    unused = [
+        name for name, value in (of_tasks if flags["human"] else of_people).items() if value not in (None, False, "")
+    ]
+    if unused:
+        why = "people compare one set of weights of each model" if flags["human"] else "it is for --human"
+        raise UsageError(f"{unused[0]} cannot be used here", why, "lamp eval --help")
 
 
 # ---------------------------------------------------------------- in the child
