@@ -229,6 +229,8 @@ def test_no_score_without_data(run: RunDir, here: Command, tmp_path: Path) -> No
         (["--checkpoint", "17"], 74, "there is no checkpoint"),
         (["--suite", "huge"], 2, "quick, comprehensive"),
         (["--limit", "0"], 2, "--limit must be 1 or more"),
+        (["--window", "-5"], 2, "--window must be 2 or more"),
+        (["--num-fewshot", "-1"], 2, "--num-fewshot must be 0 or more"),
         (["r", "--human", "--checkpoint", "all"], 2, "--checkpoint all cannot be used here"),
         (["r", "--human", "--tasks", "piqa"], 2, "--tasks cannot be used here"),
         (["--page"], 2, "--page cannot be used here"),

@@ -231,10 +231,10 @@ def test_connections_that_ask_for_nothing_make_room_and_go() -> None:
     from lamplighter.serve.connections import BoundedProtocol
 
     class Small(BoundedProtocol):
-        most, ask_s = 8, 0.5
+        most, ask_s = 8, 0.3
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(1.5)  # longer than a connection may be idle
+        await asyncio.sleep(0.8)  # longer than a connection may be idle
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 

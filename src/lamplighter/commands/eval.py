@@ -84,8 +84,11 @@ def eval(words: list[str]) -> int:
         raise UsageError("--tasks names no task", "", "--tasks hellaswag,lambada --data DIR")
     if flags["suite"] and (flags["suite"] not in SUITES or tasks):
         raise UsageError(f"--suite {flags['suite']} cannot be used", f"there are {', '.join(SUITES)}, without --tasks", "lamp eval --help")  # fmt: skip
-    if flags["limit"] is not None and flags["limit"] < 1:
-        raise UsageError("--limit must be 1 or more", "", "leave it out for all items")
+    for name, least in (("limit", 1), ("window", 2), ("threads", 1), ("num_fewshot", 0)):
+        if flags[name] is not None and flags[name] < least:
+            raise UsageError(
+                f"--{name.replace('_', '-')} must be {least} or more", "", "leave it out for what is usual"
+            )
     request = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     request |= {"tasks": tasks, "typed": flags["model"], "command": shlex.join(["lamp", "eval", *words])}
     _refuse_what_would_be_ignored(flags, bool(tasks))

@@ -50,7 +50,7 @@ def serve(words: list[str]) -> int:
     """Listen, start the child, answer until Ctrl+C."""
     flags = parse("serve", _serve_flags, with_own_fields(words))
     for name, least in (("max_batch", 1), ("max_queue", 0), ("context", 2), ("timeout_s", 1)):
-        if flags[name] is not None and flags[name] < least:
+        if flags[name] is not None and not flags[name] >= least:  # nan is neither
             raise UsageError(f"--{name.replace('_', '-')} must be {least} or more", "", "lamp serve --help")
     try:
         import uvicorn  # noqa: F401
