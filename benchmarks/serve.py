@@ -82,7 +82,7 @@ def request(port: int, body: dict[str, Any] | bytes, timeout: float = 600, path:
 
 
 CHAT = "/v1/chat/completions"
-_IDLE = 200  # connections of the soak that say nothing
+_IDLE, _FRESH = 700, 20  # connections of the soak that say nothing, more than the server holds; new ones in each turn
 
 
 def stream(port: int, body: dict[str, Any]) -> tuple[float, int, str]:
@@ -208,6 +208,9 @@ def soak(wanted: Any) -> None:
             before, until = _memory(process.pid), time.monotonic() + wanted.soak
             middle, good, bad, full, answers = 0, 0, 0, 0, set()
             while time.monotonic() < until:
+                for one in idle[:_FRESH]:
+                    one.close()
+                idle = [*idle[_FRESH:], *(socket.create_connection(("127.0.0.1", port)) for _ in range(_FRESH))]
                 with concurrent.futures.ThreadPoolExecutor(24) as pool:
                     wrong = [pool.submit(_misbehave, port, rng.random()) for _ in range(12)]
                     right = [pool.submit(_healthy, port, body) for _ in range(6)]

@@ -206,6 +206,20 @@ def test_an_evaluation_that_was_killed_goes_on_where_it_was(run: RunDir, here: C
     assert record["scores"][0]["n"] == 1500
 
 
+def test_damaged_lines_of_items_are_computed_anew(run: RunDir, here: Command, tmp_path: Path) -> None:
+    data = eval_data.make(tmp_path / "data")
+    words = ("eval", "r", "--data", str(data), "--tasks", "piqa", "--json")
+    before = json.loads(here(*words, cwd=tmp_path).stdout)
+    [log] = (run.path / "evaluations" / "items").glob("piqa-*.jsonl")
+    lines = log.read_text().splitlines()
+    damaged = ['{"item": 0}', '{"item": 1, "nats": [NaN, 0], "greedy": [true, true]}', '{"item": 2, "nats": [1], "greedy": [true]}', '{"item": -1, "nats": [0, 0], "greedy": [true, true]}', '{"item": 9000000, "nats": [0, 0], "greedy": [true, true]}']  # fmt: skip
+    log.write_text("\n".join([*lines, *damaged]) + "\n")
+    done = here(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(lines) - 1 - 3} items were done before" in done.stderr
+    assert json.loads(done.stdout)[0]["scores"] == before[0]["scores"]
+
+
 def test_no_score_without_data(run: RunDir, here: Command, tmp_path: Path) -> None:
     data = eval_data.make(tmp_path / "data")
     for words, code, said in (
@@ -215,6 +229,11 @@ def test_no_score_without_data(run: RunDir, here: Command, tmp_path: Path) -> No
         (["--checkpoint", "17"], 74, "there is no checkpoint"),
         (["--suite", "huge"], 2, "quick, comprehensive"),
         (["--limit", "0"], 2, "--limit must be 1 or more"),
+        (["--window", "-5"], 2, "--window must be 2 or more"),
+        (["--num-fewshot", "-1"], 2, "--num-fewshot must be 0 or more"),
+        (["r", "--human", "--checkpoint", "all"], 2, "--checkpoint all cannot be used here"),
+        (["r", "--human", "--tasks", "piqa"], 2, "--tasks cannot be used here"),
+        (["--page"], 2, "--page cannot be used here"),
     ):
         done = here("eval", "r", *words, cwd=tmp_path)
         assert done.returncode == code, done.stderr
@@ -340,7 +359,11 @@ def test_a_checkpoint_is_tested_against_what_was_to_be_expected(run: RunDir, her
     assert found["texts"][0]["prompt"] == "The fog"
     assert any("gibberish" in flag for flag in found["red_flags"])  # three steps teach nothing
     assert "lamp" in found["next"]
-    assert results(run, "checkpoint-test")[0]["action"] == found["checkpoints"][-1]["action"]
+    [kept] = results(run, "checkpoint-test")
+    assert kept["action"] == found["checkpoints"][-1]["action"]
+    assert kept["scores"][0]["n"] == found["checkpoints"][-1]["n"] == len(items_of(run.path, "held-back-checkpoint-3"))
+    done = here("checkpoints", "r", "test", "--prompts", "asked.txt", "--interactive", cwd=tmp_path)
+    assert done.returncode == 2 and "goes with neither" in done.stderr
     table = here("checkpoints", "r", "test", "checkpoint-2", cwd=tmp_path).stdout
     assert "In the year 1834" in table and "expected" in table and "next: lamp" in table
 

@@ -30,6 +30,10 @@ def test_json_stops_and_penalties(finished: Finished, here: Command, tmp_path: P
         "generate", "r", "--prompt", "The fog", "--max-tokens", "30", *GREEDY, "--stop", stop, cwd=tmp_path
     ).stdout
     assert cut == "The fog" + text[: text.index(stop)] + "\n"
+    two = here("generate", "r", "--prompt", "The fog", "--max-tokens", "30", *GREEDY, "--stop", stop, "--num-samples", "2", "--json", cwd=tmp_path).stdout  # fmt: skip
+    for sample in json.loads(two)["samples"]:
+        assert (sample["text"], sample["finish_reason"]) == (text[: text.index(stop)], "stop")
+        assert sample["tokens"] < 30  # and no more was written than was needed
     other = here("generate", "r", "--prompt", "The fog", "--max-tokens", "30", *GREEDY, "--repetition-penalty", "9", "--json", cwd=tmp_path).stdout  # fmt: skip
     penalised = json.loads(other)["samples"][0]["text"]
     assert len(set(penalised)) > len(set(text))

@@ -263,6 +263,7 @@ def test_a_key_is_needed_where_one_is_set(finished: Finished, tmp_path: Path) ->
     assert ask(port, "/v1/models")[0] == 401
     assert ask(port, "/v1/models", None, Authorization="Bearer wrong-key-1")[0] == 401
     assert ask(port, "/v1/models", None, Authorization="Bearer secret-key-1")[0] == 200
+    wait_for(lambda: ask(port, "/health")[0] == 200, 60, process)  # a stop that comes before the session is 75
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     assert b"secret-key-1" not in (tmp_path / "out.txt").read_bytes().replace(b"?token=secret-key-1", b"")

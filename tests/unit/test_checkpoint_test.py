@@ -133,10 +133,11 @@ def test_a_conversation_is_saved_loaded_tried_again_and_left(tmp_path: object) -
     assert chat.heard("/retry") is None  # nothing was asked yet
     chat.said, chat.last = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "hi"
     chat.heard("/set temperature 0.3")
+    chat.heard("/set stop THE END")
     chat.heard(f"/save {file}")
     other = a_chat()
     other.heard(f"/load {file}")
-    assert (other.said, other.request["temperature"]) == (chat.said, 0.3)
+    assert (other.said, other.request["temperature"], other.request["stop"]) == (chat.said, 0.3, ["THE END"])
     other.heard("/load /dev/null")
     assert other.said == chat.said
     assert (chat.heard("/retry"), chat.said, chat.request["seed"]) == ("hi", [], 2)

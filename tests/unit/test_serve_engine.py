@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
+import socket
 import threading
 import time
 import weakref
@@ -15,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_sample import LLAMA, a_model
 
 from lamplighter import report
+from lamplighter.commands.serve import _has_room
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.model.build import Built
 from lamplighter.procs.procfs import pid_start
@@ -114,10 +118,11 @@ def test_texts_end_on_the_weights_that_they_began_with(tmp_path: Path, has_room:
 
 
 @pytest.mark.usefixtures("quick")
-def test_weights_that_cannot_be_loaded_leave_the_old_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ValueError("not for us"), torch.OutOfMemoryError("no memory for them")])
+def test_weights_that_cannot_be_loaded_leave_the_old_ones(tmp_path: Path, error: Exception) -> None:
     def load(folder: Path) -> Loaded:
         if folder.name == "checkpoint-2":
-            raise ValueError("not for us")
+            raise error
         return loaded(folder)
 
     going = Running(tmp_path, False, load)
@@ -126,8 +131,19 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(tmp_path: Path) -> Non
     going.ask(1, 3)
     going.wait(lambda: going.ended(1))
     assert going.model_of(1) == "r:checkpoint-1"
+    going.save(3)  # and it goes on following
+    going.wait(lambda: any(one.get("ready", {}).get("step") == 3 for one in going.sent))
     going.engine.inbox.put(None)
     going.threads[0].join(10)
+
+
+def test_on_a_gpu_its_own_memory_says_whether_both_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setattr("lamplighter.commands.model_folder.refuse_without_memory", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for free, fits in ((1 << 40, True), (2000 + (256 << 20), False), (0, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
+        assert _has_room(tmp_path, 1000) is fits
 
 
 @pytest.mark.usefixtures("quick")
@@ -208,3 +224,47 @@ def test_more_texts_than_there_ever_is_room_for_are_a_mistake_and_no_load() -> N
     sent = asked_of(bridge, {"prompt": "x", "n": 4}, [], leaves=False)
     assert sent[0]["status"] == 400 and json.loads(sent[1]["body"])["error"]["param"] == "n"
     assert not bridge.waiting and not bridge.counts["refused"]
+
+
+def test_connections_that_ask_for_nothing_make_room_and_go() -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    from lamplighter.serve.connections import BoundedProtocol
+
+    class Small(BoundedProtocol):
+        most, ask_s = 8, 0.3
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.8)  # longer than a connection may be idle
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as opened:
+        port = listening.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(slow, http=Small, ws="none", lifespan="off", log_config=None))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+
+        def asked() -> socket.socket:
+            one = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            one.settimeout(20)
+            one.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return one
+
+        healthy = [asked() for _ in range(4)]
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(30)]
+        trickle = idle[-1]
+        trickle.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")  # its head never ends
+        healthy.append(asked())
+        endless = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+        endless.settimeout(20)
+        with contextlib.suppress(OSError):  # it is closed while we still send
+            endless.sendall(b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 5_000_000)
+        with contextlib.suppress(ConnectionResetError):
+            assert endless.recv(100)[:12] in (b"HTTP/1.1 400", b"")
+        for one in healthy:
+            assert one.recv(1000).startswith(b"HTTP/1.1 200")
+        for one in idle:  # closed: for want of room, or after a while
+            one.settimeout(20)
+            assert one.recv(1) == b""
+        server.should_exit = True
+        thread.join(10)

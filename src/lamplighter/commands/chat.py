@@ -150,6 +150,9 @@ class Chat:
                 self.request[name] = _KINDS[name][0](value)
         if isinstance(params, dict) and isinstance(params.get("system"), str):
             self.request["system"] = params["system"]
+        stops = params.get("stop") if isinstance(params, dict) else None
+        if isinstance(stops, list) and all(isinstance(one, str) and one for one in stops):
+            self.request["stop"] = stops
         _say(f"going on with {len(self.said)} messages of {clean_text(rest)}")
 
     def _retry(self, _: str) -> str | None:

@@ -17,7 +17,7 @@ from lamplighter import read_back, report
 from lamplighter.commands.arguments import find_run, named_again, parse, with_own_fields
 from lamplighter.commands.model_folder import base_given
 from lamplighter.errors import DONE, NoCheckpoint, UsageError
-from lamplighter.rundir import RunDir, newest_first, number, read_lines, read_record, step_of
+from lamplighter.rundir import RunDir, is_running, newest_first, number, read_lines, read_record, step_of
 
 if TYPE_CHECKING:
     from lamplighter.data.token_cache.reader import Tokens
@@ -52,11 +52,14 @@ def test(words: list[str]) -> int:
     flags = parse("checkpoints", _test_flags, with_own_fields(words))
     run = find_run(flags["run"], flags["runs_dir"])
     if flags["interactive"]:
+        if flags["prompts"] or flags["json"]:
+            raise UsageError("--interactive goes with neither --prompts nor --json", "it is a conversation", "first the one, then the other")  # fmt: skip
         from lamplighter.commands.generate import generate
 
         chosen = ["--checkpoint", flags["checkpoint"]] if flags["checkpoint"] else []
         for name in ("model_family", "model_init_from"):
             chosen += [f"--{name.replace('_', '.', 1)}", flags[name]] if flags[name] else []
+        chosen += ["--threads", str(flags["threads"])] if flags["threads"] else []
         return generate([flags["run"], "--interactive", *chosen, "--runs-dir", str(flags["runs_dir"])])
     request = {
         "place": str(run.path.resolve()), "address": run.address, "checkpoint": flags["checkpoint"], "json": flags["json"],
@@ -137,7 +140,7 @@ def _row(run: RunDir, folder: Path, candidate: Candidate, tokens: Tokens, before
         "train_now": sum(recent) / len(recent) if recent else None, "train_then": sum(earlier) / len(earlier) if earlier else None,
     })  # fmt: skip
     return {
-        "checkpoint": folder.name, "step": step, "progress": progress, "loss": loss, "stderr": scores["loss"]["stderr"],
+        "checkpoint": folder.name, "step": step, "progress": progress, "loss": loss, "stderr": scores["loss"]["stderr"], "n": scores["loss"]["n"],
         "perplexity": scores["perplexity"]["value"], "expected": found.words() if found else None,
         "source": found.source if found else None, "action": action, "why": why,
     }  # fmt: skip
@@ -205,7 +208,7 @@ def _next(request: Mapping[str, Any], last: Mapping[str, Any], flags: list[str])
         return f"lamp eval {address} --checkpoint best{named}"
     if last["action"] == "ready" and not flags:
         return f"lamp eval {address} --suite comprehensive{named}"
-    if last["progress"] < 1:
+    if last["progress"] < 1 and is_running(RunDir(Path(request["place"]))):
         return f"lamp watch {address}"
     return f"lamp generate {address} --checkpoint {last['checkpoint']} --interactive{named}"
 
@@ -217,7 +220,7 @@ def _keep(run: RunDir, candidate: Candidate, last: Mapping[str, Any], record: Ma
 
     items = tuple(TaskItem(one["prompt"], ()) for one in record["texts"])
     task = Task("checkpoint-test", "generate", items, run.path, "", "{prompt}")
-    score = TaskScore("loss", last["loss"], last["stderr"], _DOCUMENTS, None, higher_is_better=False)
+    score = TaskScore("loss", last["loss"], last["stderr"], last["n"], None, higher_is_better=False)
     more = {"action": last["action"], "why": last["why"], "red_flags": list(record["red_flags"]), "examples": record["texts"]}  # fmt: skip
     name = log_name(task.name, candidate.subject, {})
     write_result(run.path / "evaluations", name, candidate.subject, task, [score], seconds=0.0, **more)

@@ -92,11 +92,15 @@ def eval(words: list[str]) -> int:
         raise UsageError("--tasks names no task", "", "--tasks hellaswag,lambada --data DIR")
     if flags["suite"] and (flags["suite"] not in SUITES or tasks):
         raise UsageError(f"--suite {flags['suite']} cannot be used", f"there are {', '.join(SUITES)}, without --tasks", "lamp eval --help")  # fmt: skip
-    if flags["limit"] is not None and flags["limit"] < 1:
-        raise UsageError("--limit must be 1 or more", "", "leave it out for all items")
+    for name, least in (("limit", 1), ("window", 2), ("threads", 1), ("num_fewshot", 0)):
+        if flags[name] is not None and flags[name] < least:
+            raise UsageError(
+                f"--{name.replace('_', '-')} must be {least} or more", "", "leave it out for what is usual"
+            )
     request = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     request["model_init_from"] = base_given(flags["model_init_from"])
     request |= {"tasks": tasks, "typed": flags["model"], "command": shlex.join(["lamp", "eval", *words])}
+    _refuse_what_would_be_ignored(flags, bool(tasks))
     if flags["human"]:
         from lamplighter.commands.human import compare
 
@@ -105,6 +109,18 @@ def eval(words: list[str]) -> int:
         raise UsageError("two models are compared by people", "only --human takes two", "lamp eval A B --human")
     request |= located(flags["model"], flags["runs_dir"])
     return session("eval", request)
+
+
+def _refuse_what_would_be_ignored(flags: Mapping[str, Any], has_tasks: bool) -> None:
+    """People answer no tasks, and tasks have no pairs."""
+    of_tasks = {"--tasks": has_tasks, "--suite": flags["suite"], "--data": flags["data"], "--limit": flags["limit"], "--num-fewshot": flags["num_fewshot"], "--window": flags["window"], "--checkpoint all": flags["checkpoint"] == "all"}  # fmt: skip
+    of_people = {"--prompts": flags["prompts"], "--page": flags["page"]}
+    unused = [
+        name for name, value in (of_tasks if flags["human"] else of_people).items() if value not in (None, False, "")
+    ]
+    if unused:
+        why = "people compare one set of weights of each model" if flags["human"] else "it is for --human"
+        raise UsageError(f"{unused[0]} cannot be used here", why, "lamp eval --help")
 
 
 # ---------------------------------------------------------------- in the child

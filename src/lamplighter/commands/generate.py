@@ -192,6 +192,8 @@ class _Talk:
         steps = _until(self._stream(ids, number), stops)
         samples, limit = self.request["num_samples"], self.request["max_tokens"]
         plain = samples == 1 and not self.request["json"]
+        if not plain and self.request["stop"]:
+            steps = _until_text(steps, self.tokenizer, self.request["stop"])
         made = (
             [_stream_one(self.tokenizer, steps, shown, limit, self._say, self.request["stop"])]
             if plain
@@ -212,7 +214,11 @@ class _Talk:
         """One object a prompt: what was asked, and every text with its tokens."""
         most = self.request["max_tokens"]
         rows = [
-            {"text": text, "tokens": len(ids), "finish_reason": "length" if len(ids) >= most else "stop"}
+            {
+                "text": text,
+                "tokens": len(ids),
+                "finish_reason": "length" if len(ids) >= most and text == self.tokenizer.decode(ids) else "stop",
+            }
             for ids, text in zip(made, texts, strict=True)
         ]
         report.result(json.dumps({"prompt": prompt, "samples": rows}) + "\n", raw=True)
@@ -314,6 +320,24 @@ def _until(steps: Iterator[list[int | None]], stops: set[int]) -> Iterator[list[
         stopped = [done or token is None or token in stops for done, token in zip(stopped, step, strict=True)]
         yield [None if done else token for done, token in zip(stopped, step, strict=True)]
         if all(stopped):
+            return
+
+
+def _until_text(
+    steps: Iterator[list[int | None]], tokenizer: Tokenizer, stops: list[str]
+) -> Iterator[list[int | None]]:
+    """None for a sample after its text has met a stop; ends when all have."""
+    from lamplighter.data.pieces import TextPieces
+
+    pieces: list[TextPieces] = []
+    for step in steps:
+        pieces = pieces or [TextPieces(tokenizer, stops) for _ in step]
+        shown = [None if one.stopped else token for one, token in zip(pieces, step, strict=True)]
+        for one, token in zip(pieces, shown, strict=True):
+            if token is not None:
+                one.add(token)
+        yield shown
+        if all(one.stopped or token is None for one, token in zip(pieces, shown, strict=True)):
             return
 
 

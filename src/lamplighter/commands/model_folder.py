@@ -164,7 +164,7 @@ def refuse_without_memory(
     what runs already."""
     from lamplighter.procs import cgroup, procfs
 
-    weights = 0 if is_loaded else sum(path.stat().st_size for path in _weights_of(folder, base))
+    weights = 0 if is_loaded else bytes_of_weights(folder, base)
     need = weights + _SPARE_BYTES + more_bytes
     have = min([procfs.memory_available(), *(limit.left for limit in cgroup.memory_limits())])
     if need > have:
@@ -172,12 +172,12 @@ def refuse_without_memory(
         raise RefusedByPlan(f"there is no memory for {folder.name}", why, "wait until other work has ended, or use another machine")  # fmt: skip
 
 
-def _weights_of(folder: Path, base: str | None) -> list[Path]:
-    """The files that are read: of an adapter its own and those of its base, where that is a folder here."""
+def bytes_of_weights(folder: Path, base: str | None) -> int:
+    """Of the files that are read: of an adapter its own and those of its base, where that is a folder here."""
     from lamplighter.model.origin import RECORD
 
     found = [*folder.glob("*.safetensors")]
     if (folder / "adapter_config.json").is_file():
         named = base or read_record(folder / RECORD).get("path")
         found += [*Path(str(named)).glob("*.safetensors")] if named else []
-    return found
+    return sum(path.stat().st_size for path in found)

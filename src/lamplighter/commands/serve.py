@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lamplighter.serve.engine import Loaded
 
 _LENGTH = 2048
+_GPU_SPARE_BYTES = 256 << 20  # logits and activations of a batch
 
 
 def _serve_flags(
@@ -50,7 +51,7 @@ def serve(words: list[str]) -> int:
     """Listen, start the child, answer until Ctrl+C."""
     flags = parse("serve", _serve_flags, with_own_fields(words))
     for name, least in (("max_batch", 1), ("max_queue", 0), ("context", 2), ("timeout_s", 1)):
-        if flags[name] is not None and flags[name] < least:
+        if flags[name] is not None and not flags[name] >= least:  # nan is neither
             raise UsageError(f"--{name.replace('_', '-')} must be {least} or more", "", "lamp serve --help")
     try:
         import uvicorn  # noqa: F401
@@ -85,11 +86,12 @@ def _serve_on(socket: Any, access: web_access.Access, request: dict[str, Any]) -
     from lamplighter.commands.session import piped_session
     from lamplighter.serve.app import make_app
     from lamplighter.serve.bridge import Bridge
+    from lamplighter.serve.connections import BoundedProtocol
 
     to_child, (from_child, result_fd) = os.pipe(), os.pipe()
     bridge = Bridge(to_child[1], request["max_batch"] + request["max_queue"])
     app = web_access.guard(make_app(bridge, request["timeout_s"]), access)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, server_header=False)  # fmt: skip
+    config = uvicorn.Config(app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, server_header=False)  # fmt: skip
     server = uvicorn.Server(config)
     threads = [
         threading.Thread(target=bridge.listen, args=(from_child,), name="lamp-bridge", daemon=True),
@@ -166,14 +168,19 @@ def _first_weights(folder: Path, request: dict[str, Any]) -> Loaded:
 
 
 def _has_room(folder: Path, cache: int, base: str | None) -> bool:
-    from lamplighter.commands.model_folder import refuse_without_memory
+    """Whether weights and a cache of their own fit beside what is served; else the old weights go first."""
+    import torch
+
+    from lamplighter.commands.model_folder import bytes_of_weights, refuse_without_memory
     from lamplighter.errors import RefusedByPlan
 
     try:
         refuse_without_memory(folder, cache, base=base)
-    except RefusedByPlan:  # then the old weights go first
+    except RefusedByPlan:
         return False
-    return True
+    if not torch.cuda.is_available():
+        return True
+    return bytes_of_weights(folder, base) + cache + _GPU_SPARE_BYTES < torch.cuda.mem_get_info()[0]
 
 
 def _load(folder: Path, request: dict[str, Any]) -> Loaded:

@@ -67,8 +67,10 @@ def evaluate(candidate: Candidate, task: Task, manner: Manner) -> dict[str, Any]
     began = time.monotonic()
     work = {"choice": _likelihoods, "last_word": _likelihoods, "text": _texts, "generate": _written, "pairs": _pairs, "period": _period_items}  # fmt: skip
     try:
-        if known := log.open():
-            report.note(f"{task.name}: {known:,} items were done before, they are kept")
+        log.open()
+        log.done = {n: line for n, line in log.done.items() if _is_whole(task, n, line)}
+        if log.done:
+            report.note(f"{task.name}: {len(log.done):,} items were done before, they are kept")
         work[task.kind](candidate, task, manner, log)
     finally:
         log.close()
@@ -79,6 +81,22 @@ def evaluate(candidate: Candidate, task: Task, manner: Manner) -> dict[str, Any]
         manner.folder, name, candidate.subject, task, scores, contamination=manner.contamination.get(task.name), settings=settings,
         seconds=round(time.monotonic() - began, 3), template=_template_words(candidate, task, manner), **more,
     )  # fmt: skip
+
+
+_KEPT = {"choice": ("nats", "greedy"), "last_word": ("nats", "greedy"), "text": ("nats", "tokens", "document", "bytes"), "generate": ("text", "found"), "pairs": ("found",)}  # fmt: skip
+
+
+def _is_whole(task: Task, number: int, line: Mapping[str, Any]) -> bool:
+    """Whether a line of the log is all of an item; what is damaged is computed anew, and never scored."""
+    if number < 0 or (task.kind != "text" and number >= len(task.items)):
+        return False
+    of_period = ("nats", "greedy") if task.kind == "period" and task.items[number].group == "fact" else ("text", "seen")
+    names, nats = _KEPT.get(task.kind, of_period), line.get("nats", [])
+    if any(name not in line for name in names) or not isinstance(nats, list):
+        return False
+    answers = 1 if task.kind == "text" else len(task.items[number].answers)
+    finite = all(isinstance(one, int | float) and math.isfinite(one) for one in nats)
+    return finite and ("nats" not in names or len(nats) == answers)
 
 
 def tokens_of(task: Task) -> tuple[int, int]:

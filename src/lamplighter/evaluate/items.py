@@ -30,6 +30,10 @@ class TaskItem:
     reference: str = ""  # generation: what should have been written
     given: str = ""  # pairs: what was written, by whom ever
 
+    def __post_init__(self) -> None:
+        """JSON and YAML may hold halves of surrogates, which are no text: a ValueError, before a tokenizer meets them."""
+        "\n".join((self.context, *self.answers, self.reference)).encode()
+
 
 @dataclass(frozen=True)
 class Task:

@@ -39,7 +39,9 @@ class Period:
         """What in a text does not belong: words not yet or no longer in use, years after the period."""
         plain = f" {' '.join(words_of(text))} "
         wrong = [
-            word for word, (since, until) in self.words.items() if f" {word} " in plain and self._outside(since, until)
+            word
+            for word, (since, until) in self.words.items()
+            if f" {word} " in plain and self.is_outside(since, until)
         ]
         years = [int(year) for year in _YEAR.findall(text)]
         return {
@@ -49,7 +51,7 @@ class Period:
             "years_that_fit": sum(self.begin <= year <= self.end for year in years),
         }
 
-    def _outside(self, since: int | None, until: int | None) -> bool:
+    def is_outside(self, since: int | None, until: int | None) -> bool:
         return (since is not None and since > self.end) or (until is not None and until < self.begin)
 
 
@@ -62,7 +64,10 @@ def open_period(name: str, path: Path) -> Task:
     if not isinstance(prompts, list) or not prompts or not all(isinstance(one, str) for one in prompts):
         raise BadData(f"{description} has no prompts", "a list of texts to be continued", "see docs/evaluation.md")
     texts, most = (_count(description, found, name, usual) for name, usual in (("texts", 4), ("max_tokens", 80)))
-    items = [TaskItem(prompt, (), group="prompt") for prompt in prompts for _ in range(texts)]
+    try:
+        items = [TaskItem(prompt, (), group="prompt") for prompt in prompts for _ in range(texts)]
+    except ValueError as error:
+        raise BadData(f"{description} has a prompt that is no text", str(error), "save it as UTF-8") from error
     items += _facts(facts) if facts.is_file() else []
     files = [one for one in (description, path / "words.csv", facts) if one.is_file()]
     settings = {"from": found["from"], "to": found["to"], "max_tokens": most}
@@ -92,7 +97,11 @@ def read_period(path: Path) -> Period:
             since, until = _year(row.get("from")), _year(row.get("to"))
             if since is not None and until is not None and since > until:
                 raise ValueError(f"{row['word']!r} is in use from {since} to {until}")
-            listed[" ".join(words_of(row["word"]))] = since, until
+            word = " ".join(words_of(row["word"]))
+            if not word:
+                raise ValueError(f"{row['word']!r} is no word")
+            if listed.setdefault(word, (since, until)) != (since, until):
+                raise ValueError(f"{word!r} stands twice, with other years")
     except (KeyError, ValueError, AttributeError, TypeError, csv.Error) as error:
         why = f"{type(error).__name__}: {error}"
         raise BadData(
@@ -100,7 +109,11 @@ def read_period(path: Path) -> Period:
         ) from error
     if not listed:
         raise BadData(f"{words} is empty", "no word can be out of its time", "columns word,from,to")
-    return Period(begin, end, listed)
+    period = Period(begin, end, listed)
+    if not any(period.is_outside(*years) for years in listed.values()):  # every text would have a perfect score
+        why = f"all its words were in use from {begin} to {end}"
+        raise BadData(f"by {words} no word can be out of its time", why, "words that came later, or had gone before")
+    return period
 
 
 def _facts(path: Path) -> list[TaskItem]:
@@ -115,17 +128,16 @@ def _facts(path: Path) -> list[TaskItem]:
             answers = [_answer(one) for one in (row["right"], *row["wrong"])]
             if answers[0] in answers[1:]:
                 raise ValueError(f"{answers[0]!r} is right and wrong at once")
-            if not isinstance(row["prompt"], str):
-                raise ValueError(f"prompt is no text but {str(row['prompt'])[:40]!r}")
+            if not isinstance(prompt := row["prompt"], str):
+                raise ValueError(f"prompt is no text but {str(prompt)[:40]!r}")
+            between = "" if prompt[-1:].isspace() else " "
+            lengths = tuple(map(len, answers))
+            found.append(TaskItem(prompt, tuple(between + one for one in answers), 0, "fact", lengths))
         except (ValueError, KeyError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise BadData(
                 f"{path}, line {number} is no fact", why, 'it needs "prompt", "right" and "wrong": [...]'
             ) from error
-        lengths = tuple(map(len, answers))
-        prompt = row["prompt"]
-        between = "" if prompt[-1:].isspace() else " "
-        found.append(TaskItem(prompt, tuple(between + one for one in answers), 0, "fact", lengths))
     return found
 
 

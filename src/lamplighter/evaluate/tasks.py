@@ -222,6 +222,8 @@ def _lambada(name: str, path: Path, shots: Shots) -> Task:
         words = _string(row, "text").split(" ")
         if len(words) < 2:
             raise ValueError("a text of one word has no last word to guess")
+        if not words[-1].strip():
+            raise ValueError("it ends in white space, and not in a word to guess")
         return TaskItem(" ".join(words[:-1]), (f" {words[-1]}",))
 
     items, digest = _items(path, item, ".jsonl", ".json")
@@ -238,6 +240,8 @@ def _arc(name: str, path: Path, shots: Shots) -> Task:
             texts, labels = list(choices["text"]), list(choices["label"])
         else:
             texts, labels = [one["text"] for one in choices], [one["label"] for one in choices]
+        if len(texts) != len(labels):
+            raise ValueError(f"{len(texts)} choices and {len(labels)} labels")
         asked = _string(row, "question")
         return _choice(f"Question: {asked}\nAnswer:", _strings(texts, "choices"), labels.index(row["answerKey"]))
 
@@ -308,6 +312,9 @@ def _questions(file: Path) -> list[_Question]:
         if len(row) < 4 or not 0 <= gold < len(row) - 2:
             raise BadData(f"{file}, question {number} is damaged", f"its answer is {answer!r}", "fetch it again")
         found.append(_Question(row[0], tuple(row[1:-1]), gold))
+        if len(found[-1].choices) != len(found[0].choices):
+            why = f"it has {len(row)} columns, the questions before it {len(found[0].choices) + 2}"
+            raise BadData(f"{file}, question {number} is damaged", why, "fetch it again")
     if not found:
         raise BadData(f"{file} holds no question", "it is empty", "fetch it again")
     return found
@@ -335,7 +342,9 @@ def _described(name: str, path: Path, description: Path, shots: Shots) -> Task:
     def item(row: Row) -> TaskItem:
         choices = _choices_of(row, found.get("choices", "choices"))
         gold = _gold(row[found.get("answer", "answer")], choices, numbers["first_answer"])
-        return _choice(_filled(prompt, row), choices, gold, str(row.get(found.get("group", ""), "")))
+        return _choice(
+            _filled(prompt, row), [str(one) for one in choices], gold, str(row.get(found.get("group", ""), ""))
+        )
 
     items, digest = _items(path, item)
     return Task(name, "choice", items, path, digest, prompt, {"num_fewshot": 0})
@@ -366,21 +375,27 @@ def _filled(prompt: str, row: Row) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: _plain(row[found[1]], found[1]), prompt)
 
 
-def _choices_of(row: Row, names: object) -> list[str]:
+def _choices_of(row: Row, names: object) -> list[str | int | float]:
     """One field that holds a list, or a list of fields."""
     found = [row[str(name)] for name in names] if isinstance(names, list) else row[str(names)]
     if isinstance(found, str):
         found = json.loads(found)  # a list in a column of a CSV
     if not isinstance(found, list):
         raise ValueError("its choices are no list")
-    return [_plain(one, "a choice") for one in found]
+    for one in found:
+        _plain(one, "a choice")
+    return found
 
 
-def _gold(answer: object, choices: Sequence[str], first: int) -> int:
+def _gold(answer: object, choices: Sequence[str | int | float], first: int) -> int:
     """A number (from `first` on), a letter, or the answer itself."""
-    text = _plain(answer, "its answer").strip()
-    if text in choices:
-        return list(choices).index(text)
+    text, texts = _plain(answer, "its answer").strip(), [str(one) for one in choices]
+    if text in texts:
+        place = int(text) - first if text.lstrip("-").isdecimal() else -1
+        if not 0 <= place < len(texts) or texts[place] == text:
+            return texts.index(text)
+        if type(answer) is not int or not all(isinstance(one, str) for one in choices):
+            raise ValueError(f"its answer {text} is a choice, and the number of another: name it by its letter")
     if text.lstrip("-").isdecimal():
         return int(text) - first
     if len(text) == 1 and text.upper() in _LETTERS:
@@ -400,9 +415,8 @@ def _guessed(name: str, path: Path, shots: Shots) -> Task:
 
             def item(row: Row, question: str = question) -> TaskItem:
                 choices = _choices_of(row, "choices")
-                return _choice(
-                    f"Question: {_string(row, question)}\nAnswer:", choices, _gold(row["answer"], choices, 0)
-                )
+                gold = _gold(row["answer"], choices, 0)
+                return _choice(f"Question: {_string(row, question)}\nAnswer:", [str(one) for one in choices], gold)
 
             items, digest = _items(path, item)
             return Task(name, "choice", items, path, digest, f"Question: {{{question}}}\\nAnswer: | {{choice}}")
@@ -446,8 +460,11 @@ def _rouge(name: str, path: Path, shots: Shots) -> Task:
     predictions, targets = sorted(path.glob("prediction*.txt")), sorted(path.glob("target*.txt"))
     if not predictions and not targets:
         fields = set(_rows(_files(path)[0])[0][1])
-        reference = next((one for one in ("reference", "target", "answer", "output", "summary") if one in fields), "")
-        return _written(name, path, reference)
+        known = ("reference", "target", "answer", "output", "summary")
+        if not (named := [one for one in known if one in fields]):
+            why = f"its fields are {', '.join(sorted(map(str, fields)))}, and none is {', '.join(known)}"
+            raise BadData(f"{path} has nothing to compare with", why, "see docs/evaluation.md")
+        return _written(name, path, named[0])
     if len(predictions) != len(targets):
         why = f"{len(predictions)} files of predictions, {len(targets)} of targets"
         raise InputMissing(f"{path} has not both sides", why, "prediction*.txt and target*.txt, line by line")

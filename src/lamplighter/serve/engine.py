@@ -260,7 +260,12 @@ class Engine:
                 self._drain(newest)
             try:
                 found = load(newest)
-            except (LampError, OSError, ValueError) as error:  # damaged in a way that hashes do not show
+            except (
+                LampError,
+                OSError,
+                ValueError,
+                RuntimeError,
+            ) as error:  # damaged in a way that hashes do not show, or too big
                 refused = step_of(newest)
                 report.warn(f"{newest.name} could not be loaded: {error}")
                 held.let_go(newest)
