@@ -50,6 +50,7 @@ class Muon:
     matrices: dict[str, torch.nn.Parameter]
     rest: AdamW
     weight_decay: float
+    computed_in: torch.dtype = torch.float32  # the Newton-Schulz steps
     state: dict[str, torch.Tensor] = field(default_factory=dict)  # the momentum, by name
 
     def grad_norm(self) -> torch.Tensor:
@@ -64,7 +65,7 @@ class Muon:
             grad = parameter.grad if grad_scale is None else parameter.grad / grad_scale
             before = self._momentum(name, parameter)
             after = before.lerp(grad, 1 - MOMENTUM)
-            update = orthogonalised(grad.lerp(after, MOMENTUM), _computed_in(parameter))
+            update = orthogonalised(grad.lerp(after, MOMENTUM), self.computed_in)
             rows, columns = parameter.shape
             moved = parameter * (1 - lr * self.weight_decay)
             moved.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)
@@ -95,17 +96,13 @@ class Muon:
         return self.state[name]
 
 
-def _computed_in(parameter: torch.Tensor) -> torch.dtype:
-    return torch.bfloat16 if parameter.device.type == "cuda" else torch.float32
-
-
-def muon(model: torch.nn.Module, section: Train) -> Muon:
+def muon(model: torch.nn.Module, section: Train, computed_in: torch.dtype = torch.float32) -> Muon:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = {name: p for name, p in trained.items() if is_hidden(name, p)}
     rest = AdamW(
         _groups({name: p for name, p in trained.items() if name not in hidden}), (section.beta1, section.beta2)
     )
-    return Muon(hidden, rest, section.weight_decay)
+    return Muon(hidden, rest, section.weight_decay, computed_in)
 
 
 def _groups(rest: dict[str, torch.nn.Parameter]) -> list[Group]:

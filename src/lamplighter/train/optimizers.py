@@ -184,10 +184,12 @@ def adamw(model: torch.nn.Module, section: Train) -> AdamW:
     return AdamW([Group(matrices, section.weight_decay), Group(vectors, 0.0)], (section.beta1, section.beta2))
 
 
-def make_optimizer(model: torch.nn.Module, section: Train) -> Optimizer:
-    """The one that the train section names."""
-    module, _, name = section.optimizer_kind.built_by.partition(":")
-    return cast(Optimizer, getattr(importlib.import_module(module), name)(model, section))
+def make_optimizer(model: torch.nn.Module, section: Train, computed_in: torch.dtype | None = None) -> Optimizer:
+    """The one that the train section names; `computed_in`: products of its own, if it has any."""
+    kind = section.optimizer_kind
+    module, _, name = kind.built_by.partition(":")
+    build = getattr(importlib.import_module(module), name)
+    return cast(Optimizer, build(model, section, computed_in) if computed_in is not None else build(model, section))
 
 
 def clip_scale(grad_norm: torch.Tensor, limit: float) -> torch.Tensor | None:
