@@ -169,6 +169,23 @@ def parsed(recipe: str) -> tuple[str, dict[str, str]]:
     return kind, settings
 
 
+def pace_key(recipe: str) -> str:
+    """Those of one key are equally fast: the rate has no part in it."""
+    kind, settings = parsed(recipe)
+    return " ".join(
+        [kind, *sorted(f"{name}={value}" for name, value in settings.items() if name not in ("lr", "train.lr"))]
+    )
+
+
+def known_pace(wanted: Any) -> dict[str, float]:
+    """Seconds of a step: of the newest run, else as it was measured for this."""
+    lines = read(wanted)
+    found = {pace_key(line["pace"]): line["step_s"] for line in lines if "pace" in line}
+    return found | {
+        pace_key(one["recipe"]): one["seconds"] / (one["steps"] - UNCOUNTED) for one in lines if "recipe" in one
+    }
+
+
 def rows_of(recipe: str) -> int:
     settings = parsed(recipe)[1]
     return int(settings.get("batch") or settings["train.batch_size"])
@@ -386,13 +403,13 @@ def main() -> None:
             wanted.budget, wanted.seeds, wanted.turn, wanted.pace_rounds, wanted.pace_steps = 1.0, [1], 0.5, 1, 2
             wanted.recipes = QUICK
         with tempfile.TemporaryDirectory(prefix="lamp-bench-") as place:
-            known = {line["pace"] for line in read(wanted) if "pace" in line}
-            if new := [recipe for recipe in wanted.recipes if recipe not in known]:
-                measure_pace(wanted, about, new, Path(place))
-            pace = {line["pace"]: line["step_s"] for line in read(wanted) if "pace" in line}
+            known = known_pace(wanted)
+            if new := {pace_key(recipe): recipe for recipe in wanted.recipes if pace_key(recipe) not in known}:
+                measure_pace(wanted, about, list(new.values()), Path(place))
             for seed in wanted.seeds:
+                pace = known_pace(wanted)
                 done = {line["recipe"] for line in read(wanted) if line.get("seed") == seed and line["budget_s"] == wanted.budget}  # fmt: skip
-                planned = {one: max(UNCOUNTED + 1, round(wanted.budget / pace[one]) + UNCOUNTED) for one in wanted.recipes if one not in done}  # fmt: skip
+                planned = {one: max(UNCOUNTED + 1, round(wanted.budget / pace[pace_key(one)]) + UNCOUNTED) for one in wanted.recipes if one not in done}  # fmt: skip
                 if planned:
                     learn(wanted, about, planned, seed, Path(place))
     measured.keep(wanted.json, show(wanted))

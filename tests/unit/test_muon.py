@@ -176,3 +176,12 @@ def test_numbers_grow_alike_at_every_width(monkeypatch: pytest.MonkeyPatch) -> N
         assert max(sizes) / min(sizes) < 1.6, found
     monkeypatch.setattr(muon, "_HEAD_RATIO", 32.0 * 256 / 32)  # as if the rate of the head did not fall with the width
     assert _logits_after(256)[0] / found[0][0] > 1.6, "the check can fail"
+
+
+def test_every_matrix_has_one_owner_and_nobody_has_far_more_to_do() -> None:
+    shapes = [matrix.shape for matrix in make_optimizer(a_model(), SECTION).matrices.values()]  # type: ignore[attr-defined]
+    for size in (1, 2, 3, 8):
+        found = muon.owners(shapes, size)
+        assert len(found) == len(shapes) and set(found) == set(range(size))
+        work = [sum(shape.numel() for shape, owner in zip(shapes, found, strict=True) if owner == rank) for rank in range(size)]  # fmt: skip
+        assert max(work) <= sum(work) / size + max(shape.numel() for shape in shapes)
