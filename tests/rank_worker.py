@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,19 +49,20 @@ def batch(step: int, rows: int, packed: bool) -> Batch:
 
 
 def trained(kind: dict[str, Any], world: World, sharded: bool) -> dict[str, Any]:
-    llama = kind.get("family", "gpt2") == "llama"
+    llama = kind.get("family", "gpt2") != "gpt2"
     sizes = {"layers": 3, "width": 36, "heads": 4 if not llama else 6, "kv_heads": 2 if llama else None}
     built = build(
         Model(family=kind.get("family", "gpt2"), dropout=kind.get("dropout", 0.0), **sizes), WORDS, LENGTH, 0, 1
     )
     leaves, dtype = kind.get("leaves", 8), torch.bfloat16 if kind.get("bf16") else torch.float32
     train = Train(steps=STEPS, batch_size=2 * leaves, micro_batch=2, tree=kind.get("tree", 8), grad_clip=0.5)
+    train = replace(train, optimizer=kind.get("optimizer", "adamw"))
     machine = hardware.Machine(CPU, dtype, 1, "CPU", peak_flops=1.0, reasons=())
     built.model.train()
     if kind.get("recompute"):
         recompute_blocks(built.model)
     shards = Shards(built.model, world, CPU, native=False) if sharded else None
-    optimizer = optimizers.make_optimizer(built.model, train)
+    optimizer = optimizers.make_optimizer(built.model, train, dtype if train.optimizer == "muon" else None)
     context: Any = SimpleNamespace(
         run=SimpleNamespace(train=train), model=built.model, machine=machine, loss_scale=None, world=world
     )
@@ -73,7 +75,10 @@ def trained(kind: dict[str, Any], world: World, sharded: bool) -> dict[str, Any]
             loss, _ = ranks.reduce(world, gradients.forward_backward(context, here), [0.0])
             norm = optimizer.grad_norm()
         numbers += [float(loss).hex(), float(norm).hex()]
-        optimizer.step(1e-2, optimizers.clip_factor(float(norm), 0.5))
+        scale = optimizers.clip_factor(float(norm), 0.5)
+        if isinstance(optimizer, optimizers.Shares):
+            optimizer.share(world, scale)
+        optimizer.step(1e-2, scale)
         optimizer.zero_grad()
     held = stored_tensors(built.model) if shards is None else shards.held()
     digest = hashlib.sha256()
@@ -94,7 +99,7 @@ def serve(rank: int, place: Path) -> None:
     torch.set_num_threads(1)
     for name, kind in json.loads(sys.argv[3]).items():
         for size, sharded in json.loads(sys.argv[4]):
-            if rank >= size:
+            if rank >= size or (sharded and "optimizer" in kind):  # whole matrices
                 continue
             world = World(rank, size)
             ranks.meet(world, place / f"{name}-{size}-{sharded}", "gloo")

@@ -376,6 +376,61 @@ def test_every_kind_of_run_has_the_same_bits(tmp_path: Path, kind: str, ranks: i
     assert ends[0] == ends[1] and ends[0][0] == 0
 
 
+# Rank 1 dies at its 40th step between the reduction of the gradients and the exchange of Muon's updates; by its own Python alone.
+DIES_SHARING = """
+import os, signal
+from pathlib import Path
+
+mark = Path({mark!r})
+if os.environ.get("LAMP_RANK") == "1" and not mark.exists():
+    import importlib.abc, sys
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name == "lamplighter.train.muon":
+                sys.meta_path.remove(self)
+                import importlib.util
+                spec = importlib.util.find_spec(name)
+                load = spec.loader.exec_module
+                def exec_module(module):
+                    load(module)
+                    share, calls = module.Muon.share, [0]
+                    def dies(self, world, scale=None):
+                        calls[0] += world.rank == 1
+                        if calls[0] == 40 and not mark.exists():
+                            mark.touch()
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        share(self, world, scale)
+                    module.Muon.share = dies
+                spec.loader.exec_module = exec_module
+                return spec
+
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+@LONG
+def test_a_rank_that_dies_while_updates_are_shared_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have the gradients of the step and not all of its updates: nobody has changed a weight."""
+    site, ends = tmp_path / "site", []
+    site.mkdir()
+    for world in (1, 2):
+        place = tmp_path / str(world)
+        place.mkdir()
+        (site / "sitecustomize.py").write_text(DIES_SHARING.format(mark=str(place / "died")))
+        words = [*LAMP, *WORDS, "--train.ranks", str(world), *KINDS["muon"]]
+        paths = os.pathsep.join([str(site), *filter(None, [clean_env().get("PYTHONPATH")])])
+        done = subprocess.run(words, cwd=place, env={**clean_env(), "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600)  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        assert (place / "died").exists() == (world == 2)
+        ends.append((losses_of(_folder(place)), _stored(place)))
+        if world == 2:
+            assert "rank 1" in done.stdout and _attempt(place) >= 2, done.stdout
+    assert ends[0] == ends[1]
+
+
 @LONG
 @pytest.mark.parametrize("preset", ["demo", "slm", "regular", "modern", "llama"])
 def test_the_defaults_of_every_preset_have_the_same_bits(tmp_path: Path, preset: str) -> None:

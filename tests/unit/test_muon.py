@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lamplighter.config import Train
+from lamplighter.model import cpu
 from lamplighter.model.shape import Shape
 from lamplighter.model.transformer import Transformer, attention_context
 from lamplighter.model.weights import init_weights
-from lamplighter.train import muon
+from lamplighter.train import hardware, muon
 from lamplighter.train.optimizers import make_optimizer
 
 SECTION = Train(steps=10, optimizer="muon", lr=0.02, weight_decay=0.1)
@@ -48,15 +51,49 @@ def test_matrices_move_as_torchs_muon_moves_them() -> None:
         assert not torch.equal(mine, theirs), "float32, not bfloat16"
 
 
-def test_a_step_moves_every_direction_alike() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_moves_every_direction_alike(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for shape in ((64, 16), (16, 64)):
         steep = torch.randn(shape, generator=generator)
         steep[0] *= 10.0
         before = torch.linalg.svdvals(steep)
         assert float(before.max() / before.min()) > 5
-        found = torch.linalg.svdvals(muon.orthogonalised(steep, torch.float32))
+        found = torch.linalg.svdvals(muon.orthogonalised(steep, dtype).float())
         assert float(found.min()) > 0.5 and float(found.max()) < 1.3
+
+
+def test_the_products_are_in_bf16_where_the_step_is_and_a_resumed_run_keeps_what_it_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware.bf16, "make_it_work", lambda: True)
+    monkeypatch.setattr(hardware, "_peak", lambda *_: (1e9, "not measured"))
+
+    def found(before: dict[str, str], *, bf16: bool = False, section: Train = SECTION) -> str | None:
+        where = hardware.detect(replace(section, dtype="bf16" if bf16 else "fp32", device="cpu", threads=1), before)
+        return where.facts().get("newton_schulz")
+
+    assert found({}) == "fp32"
+    assert found({"device": "cpu"}) == "fp32", "a checkpoint from before this was recorded"
+    assert found({"newton_schulz": "bf16"}) == "bf16" and found({"newton_schulz": "fp32"}) == "fp32"
+    assert found({}, section=Train(steps=10)) is None, "AdamW has no products"
+    assert found({}, bf16=True) == "bf16" and found({"newton_schulz": "fp32"}, bf16=True) == "fp32"
+    assert found({"device": "cpu"}, bf16=True) == "fp32"
+    optimizer = make_optimizer(a_model(), SECTION, torch.bfloat16)
+    assert isinstance(optimizer, muon.Muon) and optimizer.computed_in == torch.bfloat16
+
+
+def test_a_resumed_run_keeps_its_kernel_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LAMP_CPU_KERNELS", raising=False)
+    monkeypatch.setattr(cpu, "enabled", set(cpu.KERNELS))
+    monkeypatch.setattr(hardware, "_peak", lambda *_: (1e9, "not measured"))
+    plain = Train(steps=10, device="cpu", dtype="fp32", threads=1)
+    assert hardware.detect(plain).facts()["attention"] == "blocks"
+    assert hardware.detect(plain, {"attention": "torch"}).facts()["attention"] == "torch"
+    assert hardware.detect(plain, {"attention": "blocks"}).facts()["attention"] == "blocks"
+    monkeypatch.setenv("LAMP_CPU_KERNELS", "-attention")  # as asked for: the difference is told at the resume
+    monkeypatch.setattr(cpu, "enabled", cpu.chosen_kernels("-attention"))
+    assert hardware.detect(plain, {"attention": "blocks"}).facts()["attention"] == "torch"
 
 
 def test_embeddings_heads_and_vectors_are_left_to_adamw() -> None:
@@ -139,3 +176,12 @@ def test_numbers_grow_alike_at_every_width(monkeypatch: pytest.MonkeyPatch) -> N
         assert max(sizes) / min(sizes) < 1.6, found
     monkeypatch.setattr(muon, "_HEAD_RATIO", 32.0 * 256 / 32)  # as if the rate of the head did not fall with the width
     assert _logits_after(256)[0] / found[0][0] > 1.6, "the check can fail"
+
+
+def test_every_matrix_has_one_owner_and_nobody_has_far_more_to_do() -> None:
+    shapes = [matrix.shape for matrix in make_optimizer(a_model(), SECTION).matrices.values()]  # type: ignore[attr-defined]
+    for size in (1, 2, 3, 8):
+        found = muon.owners(shapes, size)
+        assert len(found) == len(shapes) and set(found) == set(range(size))
+        work = [sum(shape.numel() for shape, owner in zip(shapes, found, strict=True) if owner == rank) for rank in range(size)]  # fmt: skip
+        assert max(work) <= sum(work) / size + max(shape.numel() for shape in shapes)

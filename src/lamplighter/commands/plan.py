@@ -354,7 +354,7 @@ def _steps(request: dict[str, Any], say: Say) -> dict[str, Any]:
         recompute_blocks(built.model)
     model = built.model.to(where.device)
     model.train()
-    optimizer = optimizers.make_optimizer(model, run.train)
+    optimizer = optimizers.make_optimizer(model, run.train, where.newton_schulz)
     rows, warm_up, rounds = int(request["micro_batch"]), int(request["warm_up"]), int(request["rounds"])
     accumulation = math.ceil(run.train.batch_size / rows)
     micros: list[_Took] = []

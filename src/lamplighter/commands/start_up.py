@@ -103,7 +103,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
             from lamplighter.train import reference
 
             reference.fill(run, built, where, data.pairs, cache)
-        optimizer = optimizers.make_optimizer(built.model, run.train)
+        optimizer = optimizers.make_optimizer(built.model, run.train, where.newton_schulz)
         scale = loss_scale.LossScale(where.device) if where.dtype_name == "fp16" else None
         if scale is not None:
             optimizer = loss_scale.ScaledOptimizer(optimizer, scale)

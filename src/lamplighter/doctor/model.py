@@ -377,7 +377,7 @@ def _overfit_one_batch(fixture: ModelFixture, context: ProbeContext) -> Finding:
     batch = fixture.piece(_ROWS, _LENGTH)
     if fixture.seconds_of(batch) > SLOW_S:
         batch = fixture.piece(1, SHORT)
-    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train)
+    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train, fixture.machine.newton_schulz)
     first = last = math.nan
     began, step = time.monotonic(), 0
     for step in range(1, _STEPS + 1):

@@ -115,7 +115,7 @@ def _vocabulary(fixture: ModelFixture) -> Finding | None:
 
 def _timed(fixture: ModelFixture, batch: Batch, words: str) -> Finding:
     """The second of two steps: the first one allocates."""
-    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train)
+    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train, fixture.machine.newton_schulz)
     for _ in range(2):
         marks = [time.perf_counter()]
         loss = fixture.loss(batch)
@@ -402,7 +402,7 @@ def _on_paper(fixture: ModelFixture, have: int) -> int:
 
 def _peak(fixture: ModelFixture, rows: int) -> int:
     """Of one step of so many rows: the device's own count, or how high the resident memory rose."""
-    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train)
+    optimizer = optimizers.make_optimizer(fixture.model, fixture.run.train, fixture.machine.newton_schulz)
     batch, device = fixture.piece(rows), fixture.machine.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -44,6 +44,17 @@ def chosen_kernels(words: str) -> set[str]:
 enabled = chosen_kernels(os.environ.get(_SWITCH, ""))
 
 
+def attention() -> str:
+    """Which one a training step takes where both can be: recorded with a run."""
+    return "blocks" if "attention" in enabled else "torch"
+
+
+def go_on_with(recorded: str) -> None:
+    """A resumed run keeps its kernel, unless the switch says otherwise, which is then told as a difference."""
+    if recorded in ("blocks", "torch") and not os.environ.get(_SWITCH):
+        (enabled.add if recorded == "blocks" else enabled.discard)("attention")
+
+
 # --- attention ---------------------------------------------------------------------------------------------------------
 #
 # Causal attention in bf16 as plain matrix products over a block of queries at a time. torch's own kernel for a CPU gains

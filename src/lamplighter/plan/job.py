@@ -104,6 +104,7 @@ class Job:
     pairs: bool = False  # train.objective dpo: a reference pass comes before the first step
     lora: Lora = field(default_factory=Lora)
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
+    optimizer_ranks: int = 1  # that share out its products
     rate: Schedule | None = None
     save: Save = field(default_factory=Save)
     eval: Eval = field(default_factory=Eval)
@@ -131,9 +132,9 @@ class Job:
 
     @property
     def optimizer_flops(self) -> float:
-        """Of the products that the optimizer makes in a step."""
+        """Of the products that the optimizer makes in a step, by one rank."""
         counts = self.optimizer.orthogonalises and not self.own_params and self.lora.r is None
-        return orthogonalising_flops(self.shape) if counts else 0.0
+        return orthogonalising_flops(self.shape) / self.optimizer_ranks if counts else 0.0
 
     @property
     def weight_bytes(self) -> int:

@@ -138,6 +138,9 @@ def reduction(job: Job, device: Device) -> Reduction:
         received = max(sum(sums) - own for own in sums) / ranks
         sent = gradients * (max(max(sums) * others, received) + others)
         words = "all-to-all and all-gather"
+    if job.optimizer_flops and not job.sharded:  # each rank has whole matrices, and hands the update of them to all
+        sent += others * job.hidden * (4 if job.dtype == "fp32" else 2)
+        words += ", updates of matrices gathered"
     return Reduction(
         sent, sent / (device.link.bytes_per_s * _LINK_SHARE), f"{words}; {_LINK_SHARE:.0%} of {device.link}"
     )

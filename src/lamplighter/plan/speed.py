@@ -65,6 +65,7 @@ def step_seconds(job: Job, device: Device) -> float:
 
 
 def compute_seconds(job: Job, device: Device) -> float:
+    job = replace(job, optimizer_ranks=device.count)
     if device.rates is not None and not job.own_params:
         return cpu_step_seconds(replace(job, batch_size=share(job, device.count).rows), device.rates)
     return max(_work_seconds(job, device), launch_seconds(job, device))

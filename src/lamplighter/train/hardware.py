@@ -53,6 +53,7 @@ class Machine:
     reasons: tuple[str, ...]
     reads_late: bool = False  # loss and norm of a step are read while the next one is computed: nothing waits for a GPU
     exact: bool = True  # kernels that give the same bits each time are asked for
+    newton_schulz: torch.dtype | None = None  # what the products of an optimizer are computed in, if it has any
 
     @property
     def dtype_name(self) -> str:
@@ -97,6 +98,8 @@ class Machine:
             "cpu": platform.machine(),
             "processor": bf16.processor(),
             "isa_limit": os.environ.get(bf16.ISA_LIMIT, ""),
+            **({"newton_schulz": DTYPE_NAMES[self.newton_schulz]} if self.newton_schulz is not None else {}),
+            **({"attention": cpu.attention()} if self.device.type == "cpu" else {}),
             **(_card_facts(self.device, self.exact) if self.device.type == "cuda" else {}),
         }
 
@@ -146,7 +149,33 @@ def detect(
     peak, how = _peak(device, dtype, name)
     reasons.append(f"peak {peak / 1e9:,.0f} GFLOP/s in {DTYPE_NAMES[dtype]}: {how}")
     late = device.type == "cuda"
-    return Machine(device, dtype, threads, name, peak_flops=peak, reasons=tuple(reasons), reads_late=late)
+    if device.type == "cpu":
+        cpu.go_on_with(str(before.get("attention", "")))
+    return Machine(
+        device,
+        dtype,
+        threads,
+        name,
+        peak_flops=peak,
+        reasons=tuple(reasons),
+        reads_late=late,
+        newton_schulz=_newton_schulz(section, device, dtype, before),
+    )
+
+
+def _newton_schulz(
+    section: Train, device: torch.device, dtype: torch.dtype, before: dict[str, Any]
+) -> torch.dtype | None:
+    """Where the step computes in bf16, so do these products: half the time on a CPU, and the update is as good. A resumed run
+    keeps what it had; one that did not say had float32 on a CPU, bf16 on a GPU.
+    """
+    if not section.optimizer_kind.orthogonalises:
+        return None
+    if then := before.get("newton_schulz"):
+        return _DTYPES[then]
+    if before:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def choose_compile(

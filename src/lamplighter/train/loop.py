@@ -41,7 +41,7 @@ from lamplighter.train.anomalies.history import Facts
 from lamplighter.train.async_save import PendingSave
 from lamplighter.train.checkpointer import Checkpointer
 from lamplighter.train.gradients import batch_loss, first_bad_module, forward_backward, micro_batches, micro_loss
-from lamplighter.train.optimizers import clip_factor, clip_scale, not_finite
+from lamplighter.train.optimizers import Shares, clip_factor, clip_scale, not_finite
 from lamplighter.train.pace import Course, Pace
 from lamplighter.train.samples import show_sample
 from lamplighter.train.state import RunContext, TrainState, UnreadStep
@@ -228,8 +228,11 @@ class _Loop:
             seconds = waited_s + time.perf_counter() - started
             self.optimizer.zero_grad()
             return self._nonfinite(batch, StepRecord(step, loss, grad_norm, lr, seconds=seconds, tokens=batch.filled))
+        scale = clip_factor(grad_norm, self.train.grad_clip)
+        if isinstance(self.optimizer, Shares):
+            self.optimizer.share(self.context.world, scale)
         with report.span("optimizer"), self.checkpointer.optimizer_update():
-            self.optimizer.step(lr, clip_factor(grad_norm, self.train.grad_clip))
+            self.optimizer.step(lr, scale)
             self.optimizer.zero_grad()
             self.state.progress = self.state.progress.learned(step, batch.filled, loss)
         seconds = waited_s + time.perf_counter() - started
@@ -266,9 +269,12 @@ class _Loop:
                 self.optimizer.zero_grad()
                 return None
             self.finished.append(record)
+        scale = clip_scale(numbers[1], self.train.grad_clip)
+        if isinstance(self.optimizer, Shares):
+            self.optimizer.share(self.context.world, scale)
         with report.span("optimizer"), self.checkpointer.optimizer_update():
             lr = self.context.schedule.lr_at(batch.step)
-            self.optimizer.step(lr, clip_scale(numbers[1], self.train.grad_clip), not_finite(numbers))
+            self.optimizer.step(lr, scale, not_finite(numbers))
             self.optimizer.zero_grad()
             if self.context.loss_scale is not None:
                 self.context.loss_scale.update(torch.isfinite(numbers))

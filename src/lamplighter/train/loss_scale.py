@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 
 from lamplighter.report import Verdict
-from lamplighter.train.optimizers import Optimizer
+from lamplighter.train.optimizers import Optimizer, Shares
+from lamplighter.train.ranks import World
 
 FIRST, GROW_AFTER = 2.0**16, 2000  # as torch's GradScaler has them: doubled after so many steps without an overflow
 LEAST = 2.0**-14  # gradients that do not fit at this scale are no matter of scale: such a step is a bad batch
@@ -55,6 +56,11 @@ class ScaledOptimizer:
     def step(self, lr: float, grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
         scale = self.loss_scale.scale
         self.inner.step(lr, scale if grad_scale is None else scale * grad_scale, found_inf)
+
+    def share(self, world: World, grad_scale: torch.Tensor | None = None) -> None:
+        if isinstance(self.inner, Shares):
+            scale = self.loss_scale.scale
+            self.inner.share(world, scale if grad_scale is None else scale * grad_scale)
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()

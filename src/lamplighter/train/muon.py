@@ -11,12 +11,15 @@ loads the compiler.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from lamplighter import report
 from lamplighter.config import Train
 from lamplighter.model.build import is_hidden
+from lamplighter.train import ranks
 from lamplighter.train.optimizers import AdamW, Group
 
 MOMENTUM = 0.95
@@ -43,6 +46,17 @@ def orthogonalised(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.t() if tall else x
 
 
+def owners(shapes: Sequence[torch.Size], size: int) -> list[int]:
+    """Which rank orthogonalises each matrix: the dearest first, each to the rank that has least to do."""
+    work = [0.0] * size
+    found = [0] * len(shapes)
+    costs = [4.0 * min(one) ** 2 * max(one) + 2.0 * min(one) ** 3 for one in shapes]
+    for place in sorted(range(len(shapes)), key=lambda at: -costs[at]):
+        found[place] = work.index(min(work))
+        work[found[place]] += costs[place]
+    return found
+
+
 @dataclass
 class Muon:
     """Both of them, as one optimizer."""
@@ -50,28 +64,71 @@ class Muon:
     matrices: dict[str, torch.nn.Parameter]
     rest: AdamW
     weight_decay: float
+    computed_in: torch.dtype = torch.float32  # the Newton-Schulz steps
     state: dict[str, torch.Tensor] = field(default_factory=dict)  # the momentum, by name
+    made: dict[str, torch.Tensor] = field(default_factory=dict)  # updates of the step that comes, by several ranks
 
     def grad_norm(self) -> torch.Tensor:
         rest = [p.grad for group in self.rest.groups for p in group.parameters.values() if p.grad is not None]
         return torch.nn.utils.get_total_norm([p.grad for p in self.matrices.values() if p.grad is not None] + rest)
 
     @torch.no_grad()
+    def share(self, world: ranks.World, grad_scale: torch.Tensor | None = None) -> None:
+        """Before a step, where several ranks have the same gradients: each orthogonalises whole matrices of its own, and all get
+        the results. Nothing is changed yet, so a rank may be lost in here.
+        """
+        self.made = {}
+        names = [name for name, parameter in self.matrices.items() if parameter.grad is not None]
+        if world.size == 1 or not names:
+            return
+        shapes = [self.matrices[name].shape for name in names]
+        whose = owners(shapes, world.size)
+        counts = [sum(shape.numel() for shape, owner in zip(shapes, whose, strict=True) if owner == rank) for rank in range(world.size)]  # fmt: skip
+        device, each = self.matrices[names[0]].device, max(counts)
+        mine = torch.zeros(each, dtype=self.computed_in, device=device)
+        at = 0
+        with report.span("optimizer"):
+            for name, shape, owner in zip(names, shapes, whose, strict=True):
+                if owner == world.rank:
+                    mine[at : at + shape.numel()].view(shape).copy_(self._update(name, grad_scale))
+                    at += shape.numel()
+        everything = torch.empty(world.size * each, dtype=self.computed_in, device=device)
+        with report.span("reduce"), ranks.collective("orthogonalised", world):
+            ranks.gather(everything.view(torch.uint8), mine.view(torch.uint8))  # as bytes: every backend has them
+        places = [rank * each for rank in range(world.size)]
+        for name, shape, owner in zip(names, shapes, whose, strict=True):
+            self.made[name] = everything[places[owner] : places[owner] + shape.numel()].view(shape)
+            places[owner] += shape.numel()
+
+    def _averaged(self, name: str, grad_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient, and the momentum with it."""
+        parameter = self.matrices[name]
+        assert parameter.grad is not None
+        grad = parameter.grad if grad_scale is None else parameter.grad / grad_scale
+        return grad, self._momentum(name, parameter).lerp(grad, 1 - MOMENTUM)
+
+    def _update(self, name: str, grad_scale: torch.Tensor | None) -> torch.Tensor:
+        grad, after = self._averaged(name, grad_scale)
+        return orthogonalised(grad.lerp(after, MOMENTUM), self.computed_in)
+
+    @torch.no_grad()
     def step(self, lr: float, grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
         for name, parameter in self.matrices.items():
             if parameter.grad is None:
                 continue
-            grad = parameter.grad if grad_scale is None else parameter.grad / grad_scale
-            before = self._momentum(name, parameter)
-            after = before.lerp(grad, 1 - MOMENTUM)
-            update = orthogonalised(grad.lerp(after, MOMENTUM), _computed_in(parameter))
+            before, after = self._momentum(name, parameter), self._averaged(name, grad_scale)[1]
+            update = self.made[name] if name in self.made else self._update(name, grad_scale)
             rows, columns = parameter.shape
             moved = parameter * (1 - lr * self.weight_decay)
+            update = update.to(
+                moved.dtype
+            ).contiguous()  # rows one after another: others are added by other instructions
             moved.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)
             if found_inf is not None:  # chosen on the device: nobody waits for the answer
                 after, moved = (torch.where(found_inf.bool(), *pair) for pair in ((before, after), (parameter, moved)))
             before.copy_(after)
             parameter.copy_(moved)
+        self.made = {}
         self.rest.step(lr, grad_scale, found_inf)
 
     def zero_grad(self) -> None:
@@ -95,17 +152,13 @@ class Muon:
         return self.state[name]
 
 
-def _computed_in(parameter: torch.Tensor) -> torch.dtype:
-    return torch.bfloat16 if parameter.device.type == "cuda" else torch.float32
-
-
-def muon(model: torch.nn.Module, section: Train) -> Muon:
+def muon(model: torch.nn.Module, section: Train, computed_in: torch.dtype = torch.float32) -> Muon:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = {name: p for name, p in trained.items() if is_hidden(name, p)}
     rest = AdamW(
         _groups({name: p for name, p in trained.items() if name not in hidden}), (section.beta1, section.beta2)
     )
-    return Muon(hidden, rest, section.weight_decay)
+    return Muon(hidden, rest, section.weight_decay, computed_in)
 
 
 def _groups(rest: dict[str, torch.nn.Parameter]) -> list[Group]:

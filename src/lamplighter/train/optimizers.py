@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch.optim.adamw import adamw as fused_adamw
@@ -19,6 +19,9 @@ from lamplighter.config import Train
 from lamplighter.model.weights import local, local_part, local_rows
 from lamplighter.schedule import Schedule as Schedule
 from lamplighter.schedule import schedule as schedule
+
+if TYPE_CHECKING:
+    from lamplighter.train.ranks import World
 
 _EPS = 1e-8
 _VECTOR = 16  # numbers that a kernel of a CPU takes at once, at most: 4, 8 or 16, by its instructions
@@ -48,6 +51,15 @@ class Optimizer(Protocol):
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Put the state back, tensor for tensor; a missing one is an error, never a fresh start."""
+        ...
+
+
+@runtime_checkable
+class Shares(Protocol):
+    """An optimizer whose ranks work out parts of an update for each other."""
+
+    def share(self, world: World, grad_scale: torch.Tensor | None = None) -> None:
+        """Called before each step with the same scale, while nothing is changed yet: the one place for its collectives."""
         ...
 
 
@@ -184,10 +196,12 @@ def adamw(model: torch.nn.Module, section: Train) -> AdamW:
     return AdamW([Group(matrices, section.weight_decay), Group(vectors, 0.0)], (section.beta1, section.beta2))
 
 
-def make_optimizer(model: torch.nn.Module, section: Train) -> Optimizer:
-    """The one that the train section names."""
-    module, _, name = section.optimizer_kind.built_by.partition(":")
-    return cast(Optimizer, getattr(importlib.import_module(module), name)(model, section))
+def make_optimizer(model: torch.nn.Module, section: Train, computed_in: torch.dtype | None = None) -> Optimizer:
+    """The one that the train section names; `computed_in`: products of its own, if it has any."""
+    kind = section.optimizer_kind
+    module, _, name = kind.built_by.partition(":")
+    build = getattr(importlib.import_module(module), name)
+    return cast(Optimizer, build(model, section, computed_in) if computed_in is not None else build(model, section))
 
 
 def clip_scale(grad_norm: torch.Tensor, limit: float) -> torch.Tensor | None:

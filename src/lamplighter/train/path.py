@@ -25,7 +25,8 @@ def say_path(context: RunContext, compiled: bool, fell_back: str = "") -> None:
         kernel = hardware.attention_kernel(machine, compiled, run.data.seq_len, dropout, ours)
     scaled = " with a loss scale" if context.loss_scale is not None else ""
     parts = [f"{machine.dtype_name}{scaled}", "compiled" if compiled else "not compiled", f"attention by {kernel}"]
-    parts.append(f"fused {run.train.optimizer}")
+    own = machine.newton_schulz
+    parts.append(f"fused {run.train.optimizer}" + (f" (Newton-Schulz in {hardware.DTYPE_NAMES[own]})" if own else ""))
     leaves = math.ceil(run.train.batch_size / (run.train.micro_batch or run.train.batch_size))
     if leaves > 1:
         how = f"a tree of {min(leaves, run.train.tree)}" if run.train.tree > 1 else "one after another"
