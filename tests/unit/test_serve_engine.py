@@ -139,11 +139,11 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(tmp_path: Path, error:
 
 def test_on_a_gpu_its_own_memory_says_whether_both_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    monkeypatch.setattr("lamplighter.commands.model_folder.refuse_without_memory", lambda *_: None)
+    monkeypatch.setattr("lamplighter.commands.model_folder.refuse_without_memory", lambda *_, base: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for free, fits in ((1 << 40, True), (2000 + (256 << 20), False), (0, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
-        assert _has_room(tmp_path, 1000) is fits
+        assert _has_room(tmp_path, 1000, None) is fits
 
 
 @pytest.mark.usefixtures("quick")
