@@ -27,7 +27,8 @@ def test_greedy_answers_differ_only_where_two_tokens_are_nearly_equal() -> None:
 def test_scores_are_compared_by_perplexity_and_first_choice() -> None:
     known = Reference([], [], scored=[Scored([1, 2, 3, 4], 1, [-1.0, -2.0, -3.0], [2, 3, 4])])
     assert "0.00% apart" in compare_scores(known, [([-1.0, -2.0, -3.0], [2, 3, 4])], 0.005, 0.95)
-    assert "0.00% apart" in compare_scores(known, [([-1.0, math.nan, -3.0], [2, 3, 4])], 0.005, 0.95)
+    with pytest.raises(ExportFailed, match="no number"):
+        compare_scores(known, [([-1.0, math.nan, -3.0], [2, 3, 4])], 0.005, 0.95)
     for theirs in (([-1.0, -2.0, -3.1], [2, 3, 4]), ([-1.0, -2.0, -3.0], [2, 3, 5])):
         with pytest.raises(ExportFailed, match="not near enough"):
             compare_scores(known, [theirs], 0.005, 0.95)
