@@ -96,7 +96,7 @@ def prepare_case(family: str, size: str, length: int, place: Path, steps: int) -
 
     layers, width = SIZES[size]
     heads = width // 64
-    kv_heads = heads // 2 if family == "llama" and heads % 2 == 0 else 0
+    kv_heads = heads // 2 if family != "gpt2" and heads % 2 == 0 else 0
     shape = Shape(family, VOCAB, length, layers, width, heads, kv_heads=kv_heads)  # type: ignore[arg-type]
     folder = place / "model"
     folder.mkdir()
@@ -160,7 +160,7 @@ def interpreter(wanted: Any) -> str:
 def main() -> None:
     parser = measured.arguments(__doc__ or "", rounds=5)
     parser.add_argument("--steps", type=int, default=4, help="of each turn")
-    parser.add_argument("--families", nargs="+", default=["gpt2", "llama"], choices=["gpt2", "llama"])
+    parser.add_argument("--families", nargs="+", default=["gpt2", "llama"], choices=["gpt2", "llama", "qwen3"])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1024, 4096])
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="bf16 where the processor has it, else fp32")

@@ -32,9 +32,9 @@ import peers
 from learners import PROGRAMS
 from training import environment
 
-# Tuned: the best of the tries in docs/recipe.md. All have about as many parameters.
+# The best of the tries in docs/recipe.md, few for the peers. All have about as many parameters.
 RECIPES = [
-    "trainer layers=6 width=384 batch=8 lr=1e-3",
+    "trainer layers=6 width=384 batch=8 lr=2e-3",
     "nanogpt layers=6 width=384 batch=8 lr=1e-3",
     "lamp train.batch_size=8 train.lr=1e-3",
     "lamp preset=modern model.layers=7 model.width=320 train.batch_size=8",
@@ -402,6 +402,7 @@ def main() -> None:
         if wanted.quick:
             wanted.budget, wanted.seeds, wanted.turn, wanted.pace_rounds, wanted.pace_steps = 1.0, [1], 0.5, 1, 2
             wanted.recipes = QUICK
+        wanted.recipes = [one for one in wanted.recipes if not wanted.no_peers or one.startswith("lamp")]
         with tempfile.TemporaryDirectory(prefix="lamp-bench-") as place:
             known = known_pace(wanted)
             if new := {pace_key(recipe): recipe for recipe in wanted.recipes if pace_key(recipe) not in known}:

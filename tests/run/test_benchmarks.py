@@ -14,6 +14,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import measured  # noqa: E402
 import peers  # noqa: E402
+import time_to_loss  # noqa: E402
 
 
 def test_rounds_take_everybody_in_turn_and_the_first_is_not_counted() -> None:
@@ -68,6 +69,29 @@ def test_a_worker_answers_and_one_that_dies_says_why(tmp_path: Path) -> None:
 def test_torch_is_never_installed_without_a_pin() -> None:
     assert peers._torch_pin().startswith("torch==")
     assert all("torch" in packages for packages, _ in peers.GROUPS.values())
+
+
+def test_a_loss_is_reached_where_the_mean_of_the_last_steps_is_that_low() -> None:
+    """Steps of 20,000 tokens: a mean over two; five turns of two steps, two seconds each."""
+    turns = [[2 * turn, 2.0 * turn] for turn in range(1, 6)]
+    line = {
+        "batch": 100,
+        "length": 200,
+        "losses": [9.0, 8.0, 7.0, 5.0, 6.0, 5.0, 4.0, 4.0, 3.0, 3.0],
+        "turns": turns,
+        "seconds": 10.0,
+    }
+    assert time_to_loss.reached(line, 6.0) == (80_000, 4.0)
+    assert time_to_loss.reached(line, 5.5) == (100_000, 5.0)
+    assert time_to_loss.reached(line, time_to_loss.last_loss(line)) == (200_000, 10.0)
+    assert time_to_loss.reached(line, 2.9) is None
+
+
+def test_recipes_that_differ_by_their_rate_are_equally_fast() -> None:
+    keys = [time_to_loss.pace_key(words) for words in ("trainer lr=1e-3", "trainer batch=8 lr=2e-3", "trainer batch=4")]
+    assert keys[0] == keys[1] != keys[2]
+    with pytest.raises(SystemExit):
+        time_to_loss.parsed("torchtune lr=1")
 
 
 @pytest.mark.parametrize("name", ["starting", "batches"])

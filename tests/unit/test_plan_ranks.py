@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lamplighter.commands import plan as commands_plan
-from lamplighter.config import Budget, resolve
+from lamplighter.config import OPTIMIZERS, Budget, resolve
 from lamplighter.config.resolve import preset_names
 from lamplighter.errors import BadConfig
 from lamplighter.gpus import NVLINK3, PCIE4, Device, Rates, find, of_card
@@ -180,6 +180,18 @@ def test_bytes_on_the_link_are_those_of_the_collectives() -> None:
         "gathered twice, reduced and scattered; and for the norm"
     )
     assert reduction(SMALL, at).seconds == pytest.approx(2 * gradients * 7 / 8 / (300e9 * 0.7))
+
+
+def test_ranks_share_out_the_matrices_of_muon_and_gather_their_updates() -> None:
+    kind, at = OPTIMIZERS["muon"], find("a100-80gb:8")
+    muon = replace(SMALL, optimizer=kind)
+    assert muon.optimizer_flops > 0 and replace(muon, optimizer_ranks=8).optimizer_flops == muon.optimizer_flops / 8
+    assert compute_seconds(muon, at) == pytest.approx(compute_seconds(muon, find("a100-80gb")) / 8)
+    more = reduction(muon, at).bytes - reduction(SMALL, at).bytes
+    assert (
+        more == pytest.approx(2 * muon.hidden * 7 / 8) and "updates of matrices gathered" in reduction(muon, at).words
+    )
+    assert reduction(muon, find("a100-80gb")).bytes == 0
 
 
 def test_nothing_is_overlapped_and_the_peak_is_that_of_all() -> None:
