@@ -345,6 +345,29 @@ class Model(torch.nn.Module):
 """
 
 
+# At its 31st pass rank 1 finds no memory on its GPU, once.
+FULL_RANK = """
+import os
+from pathlib import Path
+
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, width, **_):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, width)
+        self.head = torch.nn.Linear(width, vocab_size)
+        self.count = 0
+
+    def forward(self, ids):
+        self.count += self.training
+        if os.environ["LAMP_RANK"] == "1" and self.count > 30 and not Path("full").exists():
+            Path("full").touch()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.head(self.embed(ids))
+"""
+
+
 def _prepare(place: Path, alone: Path) -> None:
     """What the kinds need beside the settings."""
     (place / "bad_rows.py").write_text(BAD_ROWS)
@@ -368,7 +391,8 @@ def test_every_kind_of_run_has_the_same_bits(tmp_path: Path, kind: str, ranks: i
         place = tmp_path / str(world)
         place.mkdir()
         _prepare(place, alone)
-        going = _start(place, world, *KINDS[kind], "--train.shard", how)
+        shorter = ("--train.steps", "150") if shard == "full" else ()
+        going = _start(place, world, *shorter, *KINDS[kind], "--train.shard", how)
         said, _ = going.communicate(timeout=600)
         ends.append(
             (going.returncode, losses_of(_folder(place)), _stored(place) if going.returncode == 0 else said[-2000:])
@@ -513,6 +537,32 @@ def test_one_rank_without_numbers_stops_all_and_the_last_good_checkpoint_stays(t
     assert actions == again, "three are skipped, the fourth rolls back, and the second time it is enough"
     assert [path.name for path in newest_first(_folder(tmp_path).checkpoints)] == ["checkpoint-20"]
     assert checkpoint.find(_folder(tmp_path).checkpoints) == _folder(tmp_path).checkpoint(20), "whole and finite"
+
+
+@LONG
+def test_a_rank_that_is_out_of_memory_is_named_and_the_other_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    more = (
+        "--model.family",
+        "full_rank:Model",
+        "--train.steps",
+        "60",
+        "--save.every_steps",
+        "20",
+        "--launch.spare",
+        "0",
+    )
+    ends = []
+    for world in (1, 2):
+        place = tmp_path / str(world)
+        place.mkdir()
+        (place / "full_rank.py").write_text(FULL_RANK)
+        going = _start(place, world, *more)
+        said, _ = going.communicate(timeout=300)
+        assert going.returncode == 0, said
+        ends.append((losses_of(_folder(place)), _stored(place)))
+    assert ends[0] == ends[1] and "error: rank 1: OutOfMemoryError" in said, said
+    (verdict,) = verdicts_of(_folder(place), "out_of_memory")
+    assert verdict["culprit"]["rank"] == 1 and verdict["action"] == "restart"
 
 
 @LONG

@@ -248,6 +248,8 @@ class _Loop:
         votes = [self._stop_vote(), float(report.has_orders()), float(bad.step if bad else 0), self.checkpointer.vote()]
         if context.shards is not None:
             loss, norm, told = context.shards.step(context, batch, votes)
+            if context.loss_scale is not None:  # the gradients carry it, as where the optimizer takes their norm
+                norm = norm / context.loss_scale.scale
             return self._loss_and_norm(loss, norm), told
         assert tree is not None
         votes += replicas.votes(context.world, batch.step, self.model)

@@ -196,9 +196,17 @@ class Trainer:
         """Have a process ready for the next death, where that is wanted and pays."""
         slot, spare = self.slot, self.spec.spare
         trains = slot is not None and slot.phase.startswith("train") and (slot.memory_step or slot.durable_step)
-        if not spare or not trains or self.signalled or self.status.stopping or self.launcher.standby_is_ready:
+        missing = (
+            self.launcher.elastic and len(self.processes) < self.launcher.ranks
+        )  # one is wanted then, whatever is set
+        if (
+            not (spare or missing)
+            or not trains
+            or self.signalled
+            or self.status.stopping
+            or self.launcher.standby_is_ready
+        ):
             return
-        missing = len(self.processes) < self.launcher.ranks
         if spare == "auto" and not missing and self.launcher.standby is None:
             if (self.status.eta_s or 0.0) < _STANDBY_PAYS_S:
                 return
