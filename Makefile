@@ -22,7 +22,7 @@ unit:
 	$(PYTHON) -m pytest -n 2 -q tests/unit
 
 test:
-	$(PYTHON) -m pytest -n 2 -q
+	$(PYTHON) -m pytest -n 3 -q
 
 sizes:
 	$(PYTHON) benchmarks/sizes.py

@@ -25,7 +25,7 @@ from lamplighter.evaluate import tasks
 from lamplighter.evaluate.items import Task
 from lamplighter.procs import lock
 from lamplighter.rundir import RunDir, read_lines
-from running import LONG, TINY, Command, Finished, lamp, real, shared, start_lamp, wait_for
+from running import LONG, TINY, Command, Finished, copy_run, lamp, real, shared, start_lamp, wait_for
 from serving import ask, serving
 
 WORDS = [*TINY, "--train.steps", "3", "--data.seq_len", "512", "--model.family", "llama", "--save.every_steps", "2"]
@@ -414,10 +414,11 @@ def test_people_choose_blindly_and_go_on_where_they_were(run: RunDir, here: Comm
     monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
     done = here(*words, cwd=tmp_path)
     assert (done.returncode, "[1 of 3]" in done.stderr) == (75, True), done.stderr
-    told = here("compare", "r", "r", cwd=tmp_path)
+    copy_run(run.path, tmp_path / "runs" / "other")
+    told = here("compare", "r", "other", cwd=tmp_path)
     assert "human-vs-checkpoint-2 win_rate" in told.stdout, told.stdout + told.stderr
     assert f"({low:.3f} to {high:.3f}, n 3)" in told.stdout
-    told = here("compare", "r", "r", "--runs-dir", str(tmp_path / "runs"), cwd=tmp_path)
+    told = here("compare", "r", "other", "--runs-dir", str(tmp_path / "runs"), cwd=tmp_path)
     assert f"next: lamp dash --runs-dir {tmp_path / 'runs'} shows" in told.stdout
     from lamplighter.export import model_card
 

@@ -24,7 +24,11 @@ from packaging.utils import canonicalize_name
 from running import clean_env
 
 ROOT = Path(__file__).parents[2]
-OF_EXTRAS = ("dash/server.py", "serve/app.py")  # loaded by their verbs alone, after the extra was looked for
+OF_EXTRAS = (
+    "dash/server.py",
+    "serve/app.py",
+    "serve/connections.py",
+)  # loaded by their verbs alone, after the extra was looked for
 UNDECLARED = {"huggingface_hub", "IPython"}  # comes with transformers and datasets; a notebook has it, and calls us
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
