@@ -126,8 +126,10 @@ def test_a_model_with_weights_that_are_no_numbers_is_refused(tmp_path: Path, her
 def test_a_probability_that_is_no_number_is_a_failure_and_is_not_left_out(answer: float | None) -> None:
     said = reference.Reference([], [], scored=[reference.Scored([1, 2, 3], 1, [-1.0, -2.0], [2, 3])])
     with pytest.raises(ExportFailed, match="no number"):
-        reference.compare_scores(said, [([-1.0, answer], [2, 3])], 0.01, 0.95)  # type: ignore[list-item]
-    assert "the same first choice in 100.0%" in reference.compare_scores(said, [([-1.0, -2.0], [2, 3])], 0.01, 0.95)
+        reference.compare_scores(said, [([-1.0, answer], [2, 3])], reference.Limits(0.01, 0.95))  # type: ignore[list-item]
+    assert "the same first choice in 100.0%" in reference.compare_scores(
+        said, [([-1.0, -2.0], [2, 3])], reference.Limits(0.01, 0.95)
+    )
 
 
 def test_killed_in_mid_export_it_leaves_nothing(run: RunDir) -> None:

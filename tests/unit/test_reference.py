@@ -1,4 +1,4 @@
-"""What an export is compared by: near ties are counted, real differences refused, half characters left out."""
+"""What an export is compared by: near ties are counted, real differences refused, what is no number refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import pytest
 from lamplighter.errors import CannotWrite, UsageError
 from lamplighter.export import place
 from lamplighter.export.opened import ExportFailed
-from lamplighter.export.reference import Greedy, Reference, Scored, compare_greedy, compare_ids, compare_scores
+from lamplighter.export.reference import (
+    Greedy,
+    Limits,
+    Reference,
+    Scored,
+    compare_greedy,
+    compare_ids,
+    compare_scores,
+    is_close_to_a_limit,
+)
 
 
 def test_greedy_answers_differ_only_where_two_tokens_are_nearly_equal() -> None:
@@ -26,12 +35,36 @@ def test_greedy_answers_differ_only_where_two_tokens_are_nearly_equal() -> None:
 
 def test_scores_are_compared_by_perplexity_and_first_choice() -> None:
     known = Reference([], [], scored=[Scored([1, 2, 3, 4], 1, [-1.0, -2.0, -3.0], [2, 3, 4])])
-    assert "0.00% apart" in compare_scores(known, [([-1.0, -2.0, -3.0], [2, 3, 4])], 0.005, 0.95)
+    assert "0.00% apart" in compare_scores(known, [([-1.0, -2.0, -3.0], [2, 3, 4])], Limits(0.005, 0.95))
     with pytest.raises(ExportFailed, match="no number"):
-        compare_scores(known, [([-1.0, math.nan, -3.0], [2, 3, 4])], 0.005, 0.95)
+        compare_scores(known, [([-1.0, math.nan, -3.0], [2, 3, 4])], Limits(0.005, 0.95))
     for theirs in (([-1.0, -2.0, -3.1], [2, 3, 4]), ([-1.0, -2.0, -3.0], [2, 3, 5])):
         with pytest.raises(ExportFailed, match="not near enough"):
-            compare_scores(known, [theirs], 0.005, 0.95)
+            compare_scores(known, [theirs], Limits(0.005, 0.95))
+
+
+def test_near_ties_are_counted_apart_and_decide_nothing() -> None:
+    gaps = [0.05, 0.2, 3.0]
+    known = Reference([], [], scored=[Scored([1, 2, 3, 4], 1, [-1.0, -2.0, -3.0], [2, 3, 4], gaps)])
+    said = compare_scores(known, [([-1.0, -2.0, -3.0], [9, 3, 4])], Limits(0.01, 0.95, 0.1))
+    assert "100.0% of 2 places (1 more differ where the two best tokens are within 0.1)" in said
+    for firsts, tie in (([2, 9, 4], 0.1), ([9, 3, 4], 0.001)):
+        with pytest.raises(ExportFailed, match="not near enough"):
+            compare_scores(known, [([-1.0, -2.0, -3.0], firsts)], Limits(0.01, 0.95, tie))
+
+
+def test_few_places_decide_only_far_from_the_limits() -> None:
+    """94.3 % of 264 places was refused, of a file that has 95.2 % of a thousand."""
+
+    def is_close(places: int, other: int, apart: float = 0.0) -> bool:
+        known = Reference([], [], scored=[Scored([0] * places, 0, [-2.0] * places, [1] * places)])
+        firsts = [2] * other + [1] * (places - other)
+        return is_close_to_a_limit(known, [([-2.0 - apart] * places, firsts)], Limits(0.01, 0.95))
+
+    assert is_close(264, 15) and is_close(264, 8), "94.3 % and 97.0 %"
+    assert not is_close(264, 2) and not is_close(264, 40) and not is_close(2000, 40)
+    assert is_close(264, 0, 0.008) and is_close(264, 0, 0.012)
+    assert not is_close(264, 0, 0.002) and not is_close(264, 0, 0.1)
 
 
 def test_other_ids_are_refused_with_both() -> None:

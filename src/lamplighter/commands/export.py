@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,9 @@ from lamplighter.rundir import RunDir, human_bytes, write_atomic
 
 if TYPE_CHECKING:
     from lamplighter.export.opened import Opened
-    from lamplighter.export.reference import Reference
+    from lamplighter.export.reference import Limits, Reference
 
 _KINDS = ("hf", "gguf", "ollama")
-_LIMITS = {"f16": (0.005, 0.95), "bf16": (0.005, 0.95), "q8_0": (0.01, 0.95)}
 _K_LIMITS = (0.10, 0.75)  # of what llama-quantize makes: coarser, and measured all the same
 _K_QUANTS = r"(q[2-6]_(0|1|k(_[sml])?)|iq[1-4]_\w+)"
 _QUESTION = "Who lights the lamps?"
@@ -180,8 +180,8 @@ def _make_gguf(opened: Opened, request: dict[str, Any], place: Path) -> None:
 
 def _compare(path: Path, opened: Opened, reference: Reference, quantize: str) -> None:
     from lamplighter.export import llama_cpp
+    from lamplighter.export import reference as known
     from lamplighter.export.opened import ExportFailed
-    from lamplighter.export.reference import compare_greedy, compare_ids, compare_scores, stops_of
 
     chats = [
         [{"role": "user", "content": _QUESTION}],
@@ -195,16 +195,17 @@ def _compare(path: Path, opened: Opened, reference: Reference, quantize: str) ->
             break
     longest = max((len(one.prompt) + len(one.answer) for one in reference.greedy), default=0)
     longest = max([longest, *(len(one.ids) for one in reference.scored), *(len(one) for one in ours)])
+    context, first = min(opened.built.positions, longest + 64), reference.scored[: known.FIRST_TEXTS]
     answers = llama_cpp.ask(
         path,
         texts=reference.texts,
         chats=chats[: len(ours)],
         greedy=reference.greedy,
-        scored=reference.scored,
-        context=min(opened.built.positions, longest + 64),
-        stops=stops_of(opened),
+        scored=first,
+        context=context,
+        stops=known.stops_of(opened),
     )
-    compare_ids(reference, answers.ids)
+    known.compare_ids(reference, answers.ids)
     for one, other in zip(ours, answers.prompts, strict=True):
         if one != other:
             then, now = (opened.tokenizer.decode(ids)[:120] for ids in (one, other))
@@ -219,10 +220,22 @@ def _compare(path: Path, opened: Opened, reference: Reference, quantize: str) ->
         + (f" and {len(ours)} chat prompts" if ours else "")
     )
     if reference.greedy:
-        report.note(f"llama.cpp says {compare_greedy(reference, answers.greedy)}")
+        report.note(f"llama.cpp says {known.compare_greedy(reference, answers.greedy)}")
     if reference.scored:
-        most, least = _LIMITS.get(quantize, _K_LIMITS)
-        report.note(f"{quantize}: {compare_scores(reference, answers.scored, most, least)}")
+        limits = _limits(quantize)
+        scores, asked = answers.scored, replace(reference, scored=first)
+        if known.is_close_to_a_limit(asked, scores, limits):
+            scores += llama_cpp.ask(path, scored=reference.scored[known.FIRST_TEXTS :], context=context).scored
+            asked = reference
+        report.note(f"{quantize}: {known.compare_scores(asked, scores, limits)}")
+
+
+def _limits(quantize: str) -> Limits:
+    from lamplighter.export.reference import TIE_OF_8_BITS, Limits
+
+    if quantize in ("f16", "bf16"):
+        return Limits(0.005, 0.95)
+    return Limits(*((0.01, 0.95) if quantize == "q8_0" else _K_LIMITS), TIE_OF_8_BITS)
 
 
 def _llama_quantize(quantize: str) -> str:

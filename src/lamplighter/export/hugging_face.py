@@ -18,7 +18,7 @@ import torch
 from lamplighter import report
 from lamplighter.errors import BadConfig
 from lamplighter.export.opened import ExportFailed, Opened
-from lamplighter.export.reference import PROMPTS, Reference, compare_scores, logits_of, prompt_of
+from lamplighter.export.reference import PROMPTS, Limits, Reference, compare_scores, logits_of, prompt_of
 from lamplighter.export.tokenizer_class import compare_tokens, settle_class
 from lamplighter.model.build import load_folder
 from lamplighter.model.lora import SETTINGS, WEIGHTS
@@ -89,7 +89,7 @@ def check_model(place: Path, opened: Opened, quantize: str, reference: Reference
                 logits = theirs(torch.tensor([one.ids])).logits[0, one.start - 1 : -1].float()
             picked = logits.log_softmax(-1)[torch.arange(len(logits)), torch.tensor(one.ids[one.start :])]
             scores.append((picked.tolist(), logits.argmax(-1).tolist()))
-    return f"{quantize}: {compare_scores(reference, scores, 0.005, 0.95)}"
+    return f"{quantize}: {compare_scores(reference, scores, Limits(0.005, 0.95))}"
 
 
 def check_adapter(place: Path, opened: Opened) -> str:
