@@ -236,19 +236,24 @@ def _parent(cable: Cable, space: str) -> int:
 
 
 @LONG
+@pytest.mark.parametrize("each", [1, 2])
 def test_sharded_over_two_nodes_with_one_folder_has_the_bits_of_one_rank(
-    cable: Cable, tmp_path: Path, alone: Path
+    cable: Cable, tmp_path: Path, alone: Path, each: int
 ) -> None:
     """A rank on the other node is killed on the way: no rank holds what it has lost, so all go on from the durable step."""
-    going = [cable.start(space, tmp_path, *WORDS, *STEPS, *SHARDED, *MEET) for space in (cable.alpha, cable.beta)]
+    words = [*WORDS[:-1], str(each), *STEPS, *SHARDED, *MEET]
+    going = [cable.start(space, tmp_path, *words) for space in (cable.alpha, cable.beta)]
     ranks = _ranks(tmp_path, 60, going[0])
-    assert [one["host"] for one in ranks] == ["alpha", "beta"]
-    os.kill(ranks[1]["pid"], signal.SIGKILL)
+    assert [one["host"] for one in ranks] == ["alpha"] * each + ["beta"] * each
+    os.kill(ranks[-1]["pid"], signal.SIGKILL)
     said = [process.communicate(timeout=300)[0] for process in going]
     assert [process.returncode for process in going] == [0, 0], "\n".join(said)
     (verdict,) = verdicts_of(_folder(tmp_path), "killed")
     assert verdict["culprit"]["host"] == "beta"
-    assert "sharded: each of 2 ranks holds its rows of weights, gradients and optimizer (train.shard full" in said[0]
+    assert (
+        f"sharded: each of {2 * each} ranks holds its rows of weights, gradients and optimizer (train.shard full"
+        in said[0]
+    )
     assert "a lost rank takes all back to the durable step" in said[0] and "resumed from checkpoint-50" in said[0]
     checkpoints = _folder(tmp_path).checkpoints
     assert {path.name for path in newest_first(checkpoints)} == {f"checkpoint-{step}" for step in (50, 100, 150)}
@@ -262,10 +267,34 @@ def test_sharded_over_two_nodes_with_one_folder_has_the_bits_of_one_rank(
 
 
 @LONG
+def test_a_cut_cable_takes_sharded_ranks_back_to_the_durable_step(cable: Cable, tmp_path: Path) -> None:
+    """Node 0 goes on alone, with the whole model, as no rank holds what the lost one held."""
+    more = ["--train.steps", "400"]
+    shared, plain = tmp_path / "shared", tmp_path / "plain"
+    going = [cable.start(space, shared, *WORDS, *more, *SHARDED, *MEET) for space in (cable.alpha, cable.beta)]
+    _ranks(shared, 60, going[0])
+    cable.cut()
+    said = [process.communicate(timeout=300)[0] for process in going]
+    assert [process.returncode for process in going] == [0, 71], "\n".join(said)
+    assert len(verdicts_of(_folder(shared), "node_lost")) == 1
+    assert "rank 1 went with it" in said[0] and "resumed from checkpoint-" in said[0]
+    plain.mkdir()
+    done = lamp(*WORDS, *more, cwd=plain, timeout=300)
+    assert done.returncode == 0 and losses_of(_folder(shared)) == losses_of(_folder(plain))
+    assert _stored(shared) == _stored(plain)
+
+
+@LONG
 def test_sharded_nodes_are_stopped_from_the_other_one_and_one_machine_goes_on(
     cable: Cable, tmp_path: Path, alone: Path
 ) -> None:
-    going = [cable.start(space, tmp_path, *WORDS, *STEPS, *SHARDED, *MEET) for space in (cable.alpha, cable.beta)]
+    """The other one sees the folder by another path."""
+    there = tmp_path / "mounted"
+    there.mkdir()
+    (tmp_path / "runs").mkdir()
+    (there / "runs").symlink_to(tmp_path / "runs")
+    words = [*WORDS, *STEPS, *SHARDED, *MEET]
+    going = [cable.start(space, place, *words) for space, place in ((cable.alpha, tmp_path), (cable.beta, there))]
     _ranks(tmp_path, 20, going[0])
     os.kill(_parent(cable, cable.beta), signal.SIGTERM)
     said = [process.communicate(timeout=120)[0] for process in going]
