@@ -95,7 +95,7 @@ class Part:
         bad, look = "", SeenAnew((folder / PLACE,), bool(self.apart))
         while missing:
             look.now_and_then()
-            for rank in list(missing):
+            for rank in [one for one in missing if _is_listed(folder / PLACE / f"rank{one}.json")]:
                 said = read_record(folder / PLACE / f"rank{rank}.json")
                 if {name: said.get(name) for name in self.stamp} == self.stamp:
                     if rank in self.apart:
@@ -149,7 +149,8 @@ class Part:
         folder = self.temporary(final)
         until = time.monotonic() + DEADLINE_S
         look = SeenAnew((final.parent, folder, folder / PLACE), self.rank in self.apart)
-        while read_record(folder / PLACE / "open.json") != self.stamp:
+        word = folder / PLACE / "open.json"
+        while not all(map(_is_listed, (folder, word.parent, word))) or read_record(word) != self.stamp:
             if time.monotonic() > until:
                 raise CannotWrite(
                     f"rank {self.rank} cannot write its part of {final.name}",
@@ -184,6 +185,14 @@ def _own_file(folder: Path, name: str, rank: int) -> Path:
     return folder / PLACE / f"rank{rank}.{Path(name).name}"
 
 
+def _is_listed(path: Path) -> bool:
+    """Whether it is there, without asking for its name: a network file system may remember for a while that a name was not there."""
+    try:
+        return path.name in os.listdir(path.parent)
+    except FileNotFoundError:
+        return False
+
+
 def see_anew(folder: Path) -> None:
     """What other machines have made there: a client of a network file system may go on for half a minute with what it knew of a
     folder, until it changes something there itself."""
@@ -204,7 +213,9 @@ class SeenAnew:
     def now_and_then(self) -> None:
         if self.wanted and time.monotonic() - self.at > _ANEW_S:
             self.at = time.monotonic()
-            for folder in self.folders:
+            for folder in self.folders:  # each within the one before
+                if folder != self.folders[0] and not _is_listed(folder):
+                    return
                 see_anew(folder)
 
 
@@ -245,15 +256,20 @@ class Standing:
                 if not stale.name.startswith(f"standing-{part.attempt}-"):
                     stale.unlink(missing_ok=True)
 
-    def _file(self, rank: int) -> Path:
-        return self.folder / f"standing-{self.part.attempt}-{self.part.size}-rank{rank}.json"
-
     def tell(self, step: int) -> None:
-        write_json(self._file(self.part.rank), {"step": step}, durable=False)
+        """In the file's name, which every machine sees as it is; what was in a file before may be remembered for a while."""
+        (self.folder / f"{self._begin}rank{self.part.rank}-step{step}").touch()
+
+    @property
+    def _begin(self) -> str:
+        return f"standing-{self.part.attempt}-{self.part.size}-"
 
     def newest(self) -> int | None:
         """The step that all ranks have or will come to; None while one has not told."""
         self.look.now_and_then()
-        found = [read_record(self._file(rank)).get("step") for rank in range(self.part.size)]
-        steps = [step for step in found if isinstance(step, int)]
-        return max(steps) if len(steps) == self.part.size else None
+        told = [
+            name.removeprefix(self._begin).split("-step")
+            for name in os.listdir(self.folder)
+            if name.startswith(self._begin)
+        ]
+        return max(int(step) for _, step in told) if len({rank for rank, _ in told}) == self.part.size else None
