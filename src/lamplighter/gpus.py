@@ -56,6 +56,7 @@ class Device:
     host_gib: float | None = None  # memory of the machine around it; none: not known on paper
     total_gib: float | None = None  # what it has, whoever uses it now; none: all of it is free
     link: Link = GLOO
+    nodes: int = 1  # machines that have them; 1 also where that is not known
 
     @property
     def is_cpu(self) -> bool:
@@ -77,7 +78,9 @@ class Device:
         return (by_dtype[dtype] or self.fp32_flops) * self.count
 
     def __str__(self) -> str:
-        return f"{self.count} x {self.name}" if self.count > 1 else self.name
+        return (f"{self.count} x {self.name}" if self.count > 1 else self.name) + (
+            f" on {self.nodes} machines" if self.nodes > 1 else ""
+        )
 
 
 # Makers' data sheets, without sparsity; memory as nvidia-smi reports it, in GiB. Of a card that exists in several forms

@@ -41,6 +41,7 @@ class RunDir:
     """The paths of one run. Every file has exactly one writing process (named in docs/MAP.md)."""
 
     path: Path
+    whole: Path | None = None  # of a rank beside node 0: the folder of the run itself, where all nodes see it
 
     @property
     def name(self) -> str:
@@ -96,7 +97,12 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return (self.whole or self.path) / "checkpoints"
+
+    @property
+    def nodes(self) -> Path:
+        """What several nodes have in common, and a folder for each of the others."""
+        return (self.whole or self.path) / "nodes"
 
     @property
     def report(self) -> Path:

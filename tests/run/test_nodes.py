@@ -164,6 +164,7 @@ def test_two_nodes_without_a_shared_folder_have_the_bits_of_one_rank(cable: Cabl
     assert f"rank 1 (process {ranks[1]['pid']} on beta) was killed by SIGKILL" in verdict["why"]
     assert losses_of(_folder(here)) == losses_of(_folder(alone)) and _stored(here) == _stored(alone)
     assert "node 1 (beta, 10.203.7.2): 1 rank; it does not see the run's folder" in said
+    assert "every rank holds the whole model (train.shard auto): sharded ranks write one checkpoint together" in said
     assert "look there with: lamp watch r" in there_said and "finished r" in there_said
     assert not newest_first(RunDir(there / "runs" / "r" / "nodes" / "1").checkpoints)
     end = read_json(status)
@@ -214,10 +215,7 @@ def test_a_shared_folder_is_found_and_a_stop_on_the_other_node_saves_once(
     first = cable.start(cable.alpha, tmp_path, *WORDS, *STEPS, *MEET)
     second = cable.start(cable.beta, tmp_path, *WORDS, *STEPS, *MEET)
     _ranks(tmp_path, 20, first)
-    parents = subprocess.run(
-        ["ip", "netns", "pids", cable.beta], capture_output=True, text=True, check=True
-    ).stdout.split()
-    os.kill(min(map(int, parents)), signal.SIGTERM)
+    os.kill(_parent(cable, cable.beta), signal.SIGTERM)
     said, _ = first.communicate(timeout=120)
     there_said, _ = second.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (75, 75), said + there_said
@@ -226,6 +224,106 @@ def test_a_shared_folder_is_found_and_a_stop_on_the_other_node_saves_once(
     done = lamp(*WORDS, *STEPS, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
+SHARDED = ["--train.shard", "full"]
+
+
+def _parent(cable: Cable, space: str) -> int:
+    """The first process of that machine."""
+    found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=True).stdout.split()
+    return min(map(int, found))
+
+
+@LONG
+@pytest.mark.parametrize("each", [1, 2])
+def test_sharded_over_two_nodes_with_one_folder_has_the_bits_of_one_rank(
+    cable: Cable, tmp_path: Path, alone: Path, each: int
+) -> None:
+    """A rank on the other node is killed on the way: no rank holds what it has lost, so all go on from the durable step."""
+    words = [*WORDS[:-1], str(each), *STEPS, *SHARDED, *MEET]
+    going = [cable.start(space, tmp_path, *words) for space in (cable.alpha, cable.beta)]
+    ranks = _ranks(tmp_path, 60, going[0])
+    assert [one["host"] for one in ranks] == ["alpha"] * each + ["beta"] * each
+    os.kill(ranks[-1]["pid"], signal.SIGKILL)
+    said = [process.communicate(timeout=300)[0] for process in going]
+    assert [process.returncode for process in going] == [0, 0], "\n".join(said)
+    (verdict,) = verdicts_of(_folder(tmp_path), "killed")
+    assert verdict["culprit"]["host"] == "beta"
+    assert (
+        f"sharded: each of {2 * each} ranks holds its rows of weights, gradients and optimizer (train.shard full"
+        in said[0]
+    )
+    assert "a lost rank takes all back to the durable step" in said[0] and "resumed from checkpoint-50" in said[0]
+    checkpoints = _folder(tmp_path).checkpoints
+    assert {path.name for path in newest_first(checkpoints)} == {f"checkpoint-{step}" for step in (50, 100, 150)}
+    assert not [path for path in checkpoints.rglob("*") if "parts" in path.parts or path.name.startswith(".")]
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+    for step in (50, 100):
+        mine, theirs = (
+            _folder(place).checkpoint(step) / "training/optimizer.safetensors" for place in (tmp_path, alone)
+        )
+        assert mine.read_bytes() == theirs.read_bytes()
+
+
+@LONG
+def test_a_cut_cable_takes_sharded_ranks_back_to_the_durable_step(cable: Cable, tmp_path: Path) -> None:
+    """Node 0 goes on alone, with the whole model, as no rank holds what the lost one held."""
+    more = ["--train.steps", "400"]
+    shared, plain = tmp_path / "shared", tmp_path / "plain"
+    going = [cable.start(space, shared, *WORDS, *more, *SHARDED, *MEET) for space in (cable.alpha, cable.beta)]
+    _ranks(shared, 60, going[0])
+    cable.cut()
+    said = [process.communicate(timeout=300)[0] for process in going]
+    assert [process.returncode for process in going] == [0, 71], "\n".join(said)
+    assert len(verdicts_of(_folder(shared), "node_lost")) == 1
+    assert "rank 1 went with it" in said[0] and "resumed from checkpoint-" in said[0]
+    plain.mkdir()
+    done = lamp(*WORDS, *more, cwd=plain, timeout=300)
+    assert done.returncode == 0 and losses_of(_folder(shared)) == losses_of(_folder(plain))
+    assert _stored(shared) == _stored(plain)
+
+
+@LONG
+def test_sharded_nodes_are_stopped_from_the_other_one_and_one_machine_goes_on(
+    cable: Cable, tmp_path: Path, alone: Path
+) -> None:
+    """The other one sees the folder by another path."""
+    there = tmp_path / "mounted"
+    there.mkdir()
+    (tmp_path / "runs").mkdir()
+    (there / "runs").symlink_to(tmp_path / "runs")
+    words = [*WORDS, *STEPS, *SHARDED, *MEET]
+    going = [cable.start(space, place, *words) for space, place in ((cable.alpha, tmp_path), (cable.beta, there))]
+    _ranks(tmp_path, 20, going[0])
+    os.kill(_parent(cable, cable.beta), signal.SIGTERM)
+    said = [process.communicate(timeout=120)[0] for process in going]
+    assert [process.returncode for process in going] == [75, 75], "\n".join(said)
+    assert "stopped early (SIGTERM on beta)" in said[0]
+    saved = newest_first(_folder(tmp_path).checkpoints)[0]
+    done = lamp(*WORDS, *STEPS, "--train.shard", "none", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert (
+        f"resumed from {saved.name}" in done.stdout
+        and "sharded then, replicated now, with the same bits" in done.stdout
+    )
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
+def test_sharded_nodes_without_a_shared_folder_are_refused_in_words_on_both(cable: Cable, tmp_path: Path) -> None:
+    """As soon as it is known, before any rank is started; `auto` means whole models there, and says so."""
+    places = {cable.alpha: tmp_path / "alpha", cable.beta: tmp_path / "beta"}
+    going = [
+        cable.start(space, place, *WORDS, *STEPS, *SHARDED, *MEET, LAMP_SECRET=SECRET)
+        for space, place in places.items()
+    ]
+    said = [process.communicate(timeout=60)[0] for process in going]
+    assert [process.returncode for process in going] == [78, 78], "\n".join(said)
+    for words in said:
+        assert "train.shard is full, and the 2 nodes share no folder" in words
+        assert "is not seen by node 1 (beta, 10.203.7.2)" in words
+    status = read_json(_folder(tmp_path / "alpha").status)
+    assert (status["state"], status["exit_code"]) == ("failed", 78) and not status["ranks"]
 
 
 @LONG

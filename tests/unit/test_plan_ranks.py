@@ -254,10 +254,26 @@ def test_a_config_with_ranks_is_planned_for_them(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(devices.nvml, "cards_here", lambda: [])
     here = devices.choose(None, None, four)
     assert (here.count, here.memory_gib, here.total_gib) == (4, 5.0, 6.0), "ranks share one processor's memory"
+    both = devices.choose(None, None, four, nodes=2)
+    assert (both.count, both.memory_gib, str(both)) == (8, 5.0, "8 x cpu on 2 machines"), "each node has its own memory"
     monkeypatch.setattr(devices.nvml, "cards_here", lambda: [("NVIDIA L4", 22.0)] * 2)
     assert devices.choose(None, None, run.train).count == 2, "auto: every GPU"
     with pytest.raises(BadConfig, match="4 ranks, and this machine has 2 GPUs"):
         devices.choose(None, None, four)
+
+
+def test_nodes_are_planned_at_the_price_of_each_with_their_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices.nvml, "cards_here", lambda: [("NVIDIA L4", 22.0)] * 2)
+    run = replace(resolve("slm").run, budget=Budget(usd_per_hour=2.0))
+    two = replace(run, launch=replace(run.launch, nodes=2))
+    plans = [json.loads(page(one, PlanRequest(as_json=True, runs_dir=str(tmp_path)))[0]) for one in (run, two)]
+    assert [plan["devices"] for plan in plans] == [2, 4]
+    assert plans[1]["usd"] == pytest.approx(2 * 2.0 * plans[1]["hours"])
+    assert plans[1]["memory_by_shard_gib"]["full"] < plans[0]["memory_by_shard_gib"]["full"]
+    assert "2 machines: the network between them is not counted" in "".join(plans[1]["warnings"])
+    assert devices.choose("l4:8", None, run.train, nodes=2).count == 8, "--on says how many there are in all"
 
 
 def test_the_page_says_it_for_each_device(tmp_path: Path) -> None:

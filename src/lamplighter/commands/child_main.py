@@ -32,7 +32,7 @@ def main() -> int:
     keep_to_ourselves([fd for fd in (request.get("lock_fd", -1), request["result_fd"], *memory) if fd >= 0])
     os.register_at_fork(after_in_child=report.forget)
     prctl.belong_to(int(os.environ.get("LAMP_PARENT_PID", "0")))
-    folder = RunDir(Path(request["folder"]))
+    folder = RunDir(Path(request["folder"]), Path(request["whole"]) if request.get("whole") else None)
     rank, attempt = int(os.environ.get("LAMP_RANK", "0")), int(os.environ.get("LAMP_ATTEMPT", "1"))
     try:
         if "standby_fd" in request:

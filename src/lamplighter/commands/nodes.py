@@ -37,7 +37,7 @@ from lamplighter.rundir import (
 if TYPE_CHECKING:
     from lamplighter.config import Resolved, Run
     from lamplighter.watch.console import Console
-    from lamplighter.watch.elsewhere import Elsewhere
+    from lamplighter.watch.elsewhere import Elsewhere, RemoteNode
     from lamplighter.watch.meeting import Card, Meeting, Nodes
 
 _SAY_EVERY_S = 1.6
@@ -203,15 +203,9 @@ class FirstNode:
     began: bool = False
 
     @classmethod
-    def open(cls, run: RunDir, nodes: Nodes, secret: str | None, shard: str, console: Console) -> FirstNode:
+    def open(cls, run: RunDir, nodes: Nodes, secret: str | None, console: Console) -> FirstNode:
         from lamplighter.watch import meeting
 
-        if shard == "full":
-            raise BadConfig(
-                f"train.shard is full, and the run has {nodes.count} nodes",
-                "sharded ranks write one checkpoint together, into one folder: that is not there for several nodes yet",
-                "--train.shard none (every rank holds the whole model), or one machine",
-            )
         known = meeting.secret_of(run, os.environ, secret, first=True)
         kept = "" if "LAMP_SECRET" in os.environ or secret else f"; their secret is in {meeting.secret_file(run)}"
         os.environ.pop("LAMP_SECRET", None)  # nobody that we start needs it
@@ -259,6 +253,7 @@ class FirstNode:
             self.console.say(
                 f"note  {node.words}: {node.ranks} rank{'s' * (node.ranks > 1)}; {_of_folder(node.shared)}"
             )
+        shared = self._may_shard(others, run.train.shard)
         here = others[0].wire.own_address
         use_interface(here)
         hosts = [card.host] * ranks_here + [node.host for node in others for _ in range(node.ranks)]
@@ -268,10 +263,32 @@ class FirstNode:
             "LAMP_HOSTS": json.dumps(hosts),
             "LAMP_THREADS": str(threads),
             "LAMP_NODES": str(self.nodes.count),
+            "LAMP_NODE_RANKS": str(max(ranks_here, *(node.ranks for node in others))),
+            **({"LAMP_SHARED": "1"} if shared else {}),
         }
         if not peers.is_own(here):
             raise BadConfig(f"{here} is no address of this machine", "ranks must reach it", "--launch.rendezvous")
         return Elsewhere(others), told
+
+    def _may_shard(self, others: list[RemoteNode], shard: str) -> bool:
+        """Whether ranks may hold parts of the model: they write one checkpoint together, into a folder that all nodes see."""
+        blind = [node for node in others if not node.shared]
+        if not blind or shard == "none":
+            return shard != "none"
+        who = " and ".join(node.words for node in blind)
+        why = f"sharded ranks write one checkpoint together, and the folder of the run on node 0 is not seen by {who}"
+        if shard == "auto":
+            self.console.say(f"note  every rank holds the whole model (train.shard auto): {why}")
+            return False
+        error = BadConfig(
+            f"train.shard is full, and the {self.nodes.count} nodes share no folder", why,
+            "--runs-dir on a file system that all nodes see, or --train.shard none (every rank holds the whole model)",
+        )  # fmt: skip
+        for node in others:  # they have their places already, and wait for ranks
+            node.close(error.code, f"{error.what}: {error.why}")
+        waiting = Waiting(self.console, self.run, words=error.what)
+        waiting.write("failed", exit_code=error.code, outcome=error.what)
+        raise error
 
     def close(self, code: int, words: str) -> None:
         """Those who came, and were never given ranks, end with us."""
@@ -328,7 +345,7 @@ def take_part(resolved: Resolved, nodes: Nodes, run: RunDir, again: str) -> int:
             )
         os.environ.pop("LAMP_SECRET", None)
         shared = meeting.sees_folder(run, place.nonce)
-        node_run = RunDir(run.path / "nodes" / str(place.node))
+        node_run = RunDir(run.nodes / str(place.node))
         problem = ""
         try:
             node_run.create()
@@ -348,7 +365,8 @@ def take_part(resolved: Resolved, nodes: Nodes, run: RunDir, again: str) -> int:
         first_words.end()
         launcher = Launcher(node_run, "train", ranks, lock_fd, -1, subprocess.DEVNULL, True, memory_files())
         cache = str((run.path.parent / CACHE_NAME).absolute())
-        parent = NodeParent(node_run, launcher, place.wire, console, place.node, place.host, again, cache)
+        whole = str(run.path.absolute()) if shared else ""
+        parent = NodeParent(node_run, launcher, place.wire, console, place.node, place.host, again, cache, whole)
         code = parent.serve()
         return code
     except LampError as error:

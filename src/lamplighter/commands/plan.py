@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -241,14 +242,18 @@ def _device(where: Machine, ranks: int = 1) -> Device:
     from lamplighter.gpus import Device, Rates, link_of
     from lamplighter.plan import devices
 
-    peak = where.peak_flops  # of one rank
+    nodes, here = (
+        int(os.environ.get("LAMP_NODES", "1")),
+        int(os.environ.get("LAMP_NODE_RANKS", ranks)),
+    )  # most on a node
+    here, peak = min(here, ranks), where.peak_flops  # of one rank
     if where.device.type == "cuda":
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(where.device))
         room = devices.host_room().gib
         device = Device(where.name, free, peak, peak, host_gib=room, total_gib=total)
-        return replace(device, count=ranks, link=link_of(where.name))
-    device = devices.for_ranks(devices.cpu(Rates(peak, devices.stream_rate(_QUICK_S))), ranks)
-    return replace(device, bf16_flops=peak if where.dtype_name == "bf16" else None)
+        return replace(device, count=ranks, link=link_of(where.name), nodes=nodes)
+    device = devices.for_ranks(devices.cpu(Rates(peak, devices.stream_rate(_QUICK_S))), here)
+    return replace(device, count=ranks, nodes=nodes, bf16_flops=peak if where.dtype_name == "bf16" else None)
 
 
 def _keep(folder: RunDir, made: Plan) -> None:

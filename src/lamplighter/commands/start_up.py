@@ -229,7 +229,8 @@ def _place(
     if agrees and _agreed_to_shard(run, folder, built, where, world, planned):
         from lamplighter.train.sharding import Shards
 
-        return Shards(built.model, world, where.device, run.train.reduction == "native")
+        native = run.train.reduction == "native"
+        return Shards(built.model, world, where.device, native, apart=folder.whole is not None)
     built.model.to(where.device)
     return None
 
@@ -364,9 +365,11 @@ def _with_base(run: Run, folder: RunDir, built: Built, where: Machine) -> Built:
 
 def _newest_state(folder: RunDir, request: dict[str, Any]) -> tuple[Restored | None, Path | None]:
     """What an earlier attempt of this parent's has left in memory, where that is newer than the disk; else the checkpoint."""
-    from lamplighter.train import checkpoint, memory_copy
+    from lamplighter.train import checkpoint, memory_copy, parts
 
     wanted, root = request.get("resume", "auto"), folder.checkpoints
+    if folder.whole is not None:
+        parts.see_anew(root)
     if wanted == "auto":
         durable = {step_of(path) for path in newest_first(root)}
         kept = memory_copy.newest(memory_copy.given(os.environ), durable)

@@ -98,7 +98,7 @@ def _start_training(verb: str, words: list[str]) -> int:
         return detached.start(verb, words, RunDir(flags["runs_dir"] / run_name(flags)), os.environ)
     run = RunDir(flags["runs_dir"] / run_name(flags))
     if launch is not None and not launch.leads:
-        return follow(run if launch.node == 0 else RunDir(run.path / "nodes" / str(launch.node)))
+        return follow(run if launch.node == 0 else RunDir(run.nodes / str(launch.node)))
     resolved = _for_launch(resolved, launch)
     if launch is None and resolved.run.launch.nodes == 1:
         return _train(verb, words, resolved, flags)
@@ -159,7 +159,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         if nodes is not None:
             from lamplighter.commands.nodes import FirstNode
 
-            first = FirstNode.open(run, nodes, resolved.run.launch.secret, resolved.run.train.shard, console)
+            first = FirstNode.open(run, nodes, resolved.run.launch.secret, console)
         given = resolved  # before this run's own settings are added: what every node must have been given
         if damage := read_status(run)["damage"]:
             console.say(f"WARNING  {damage}; what it said (time and money spent so far) is lost", "bold yellow")
@@ -576,8 +576,9 @@ def train_child(folder: RunDir, request: dict[str, Any]) -> int:
         from lamplighter.config import load_dump
 
         run = load_dump(folder.config)
-        if (count := int(os.environ.get("LAMP_NODES", "1"))) > 1:  # each node saves for itself: nothing is sharded
-            run = replace(run, budget=run.budget.of_nodes(count), train=replace(run.train, shard="none"))
+        if (count := int(os.environ.get("LAMP_NODES", "1"))) > 1:
+            shard = run.train.shard if "LAMP_SHARED" in os.environ else "none"  # one checkpoint, into one folder
+            run = replace(run, budget=run.budget.of_nodes(count), train=replace(run.train, shard=shard))
     from lamplighter.commands.start_up import prepare
 
     context, state = prepare(run, folder, request)

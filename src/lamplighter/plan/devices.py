@@ -113,11 +113,13 @@ def _this_gpu() -> Device | None:
     return replace(known, memory_gib=memory_gib, host_gib=host_room().gib, count=len(cards))
 
 
-def choose(name: str | None, mfu: float | None, train: Train) -> Device:
-    """The devices of --on, else this machine's GPUs, else its processor; as many as train.ranks says, where --on does not; --mfu
-    as it is stated.
+def choose(name: str | None, mfu: float | None, train: Train, nodes: int = 1) -> Device:
+    """The devices of --on, else this machine's GPUs, else its processor; as many as train.ranks says, where --on does not, on so
+    many machines like it (launch.nodes); --mfu as it is stated.
     """
     device = _wanted(name, train)
+    if nodes > 1 and ":" not in (name or ""):
+        device = on_nodes(device, nodes)
     if mfu is None:
         return device
     if not 0 < mfu <= 1:
@@ -142,6 +144,11 @@ def for_ranks(cpu: Device, ranks: int) -> Device:
     """What each of several ranks has of one processor's memory."""
     total = cpu.total_gib / ranks if cpu.total_gib else None
     return replace(cpu, memory_gib=cpu.memory_gib / ranks, total_gib=total, count=ranks)
+
+
+def on_nodes(device: Device, nodes: int) -> Device:
+    """So many machines with as many of them each."""
+    return replace(device, count=device.count * nodes, nodes=nodes)
 
 
 def free_disk(folder: Path) -> int | None:

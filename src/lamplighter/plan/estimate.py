@@ -469,8 +469,10 @@ def _ranks(plan: Plan) -> Iterator[Check]:
     if lazy := idle(job, count):
         of = f"a step has {job.accumulation} micro-batches" + (f" in {job.tree} parts (train.tree)" if job.tree < job.accumulation else "")  # fmt: skip
         yield Check("ranks", f"{lazy} of {count} stay idle: {of}; for a new run {without_idle(job, count)}", True)
-    if count > ONE_MACHINE and not plan.device.is_cpu:
+    if plan.device.nodes > 1 or (count > ONE_MACHINE and not plan.device.is_cpu):
         words = f"{count} devices are more than one machine has: the network between machines is not counted"
+        if plan.device.nodes > 1:
+            words = f"{plan.device.nodes} machines: the network between them is not counted"
         yield Check("link", f"{words}, only {plan.device.link}", True)
 
 

@@ -18,6 +18,7 @@ computed and the one after it; 16-bit copies of all weights are kept for the bac
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lamplighter.config import GRADIENT_BYTES, WEIGHT_BYTES
@@ -230,4 +231,6 @@ def host_gib(job: Job, device: Device) -> float:
     """
     if device.is_cpu:
         return memory(job, device).peak_gib
-    return job.optimizer.checkpoint(job.trained, job.hidden) / GIB + _HOST_OWN_GIB * 4 * device.count
+    return job.optimizer.checkpoint(job.trained, job.hidden) / GIB + _HOST_OWN_GIB * 4 * math.ceil(
+        device.count / device.nodes
+    )

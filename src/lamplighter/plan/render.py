@@ -51,7 +51,12 @@ def page(run: Run, request: PlanRequest, known: Known | None = None) -> tuple[st
     """What to say, and the exit code."""
     known = known or Known()
     room = devices.free_disk(Path(request.runs_dir)) if not request.on else None  # elsewhere there are other disks
-    device = known.device or devices.choose(request.on, request.mfu, run.train)
+    nodes = run.launch.nodes
+    if known.device is not None:
+        device = devices.on_nodes(known.device, nodes)
+    else:
+        device = devices.choose(request.on, request.mfu, run.train, nodes)
+    run = replace(run, budget=run.budget.of_nodes(1 if request.on else nodes))
     found = _plan_of(run, device, room, known)
     code = DONE if found.go else RefusedByPlan.code
     if request.as_json:
@@ -67,7 +72,7 @@ def page(run: Run, request: PlanRequest, known: Known | None = None) -> tuple[st
 
 def estimate_of(run: Run, runs_dir: str) -> str:
     """Time and money of a run on this machine, in a few words; BadConfig where paper does not say."""
-    device = devices.choose(None, None, run.train)
+    device = devices.choose(None, None, run.train, run.launch.nodes)
     found = _plan_of(run, device, devices.free_disk(Path(runs_dir)), Known())
     money = f", {dollars(found.usd)}" if found.usd is not None else ""
     verdict = "" if found.go else f"; the plan says no: {'; '.join(found.reasons)}"

@@ -118,11 +118,12 @@ class Contents:
 
     @property
     def whole_bytes(self) -> int:
-        """That the checkpoint takes."""
+        """That the checkpoint takes while it is written."""
         if self.part is None:
             return self.bytes
         every = [pair for part in self.files.values() for pair in part.items()]
-        return sum(math.prod(self.part.whole(name, tensor)) * tensor.element_size() for name, tensor in every)
+        whole = sum(math.prod(self.part.whole(name, tensor)) * tensor.element_size() for name, tensor in every)
+        return whole + whole * len(self.part.apart) // self.part.size  # theirs are there twice until they are copied
 
 
 # ---------------------------------------------------------------- saving
@@ -221,7 +222,7 @@ def _write_tensors(folder: Path, contents: Contents, phase: report.Phase) -> dic
     part.lay_out(folder, files)
     part.write(folder, files, phase.tick)
     phase.tick(0, "waiting for the other ranks' parts")
-    theirs = part.collect(folder, time.monotonic() - started)
+    theirs = part.collect(folder, files, time.monotonic() - started, phase.tick)
     if bad := contents.bad or theirs:
         raise BadPart(bad)
     return {name: tensorfile.checksum(folder / name) for name in files}

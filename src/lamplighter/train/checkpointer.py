@@ -67,6 +67,7 @@ class Checkpointer:
         self.saving, self.counting = 0, threading.Lock()  # threads that save or wait to
         self.said_slow = False
         self.part = context.shards.part if context.shards is not None else None
+        self.standing = parts.Standing(context.folder, self.part) if self.part is not None else None
         self.asked, self.voted = False, 0.0  # of a sharded run: a save that is not due by steps is agreed by a vote
 
     def vote(self) -> float:
@@ -261,8 +262,8 @@ class Checkpointer:
 
     def tell_standing(self) -> None:
         """Of a sharded run that stops: which step this rank will save."""
-        if self.part is not None:
-            parts.Standing(self.context.folder.slots, self.part).tell(self.state.progress.step)
+        if self.standing is not None:
+            self.standing.tell(self.state.progress.step)
 
     @contextlib.contextmanager
     def _at_one_step(self) -> Iterator[bool]:
@@ -273,8 +274,8 @@ class Checkpointer:
         while True:
             with self.alone():
                 self.tell_standing()
-                while not self.stopped.is_set() and self.part is not None and time.monotonic() < until:
-                    newest = parts.Standing(self.context.folder.slots, self.part).newest()
+                while not self.stopped.is_set() and self.standing is not None and time.monotonic() < until:
+                    newest = self.standing.newest()
                     if newest is not None:
                         break
                     time.sleep(_LOOK_S / 5)

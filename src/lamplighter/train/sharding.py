@@ -135,12 +135,15 @@ class _Reduction:
 class Shards:
     """A sharded model, and how its ranks add up a step."""
 
-    def __init__(self, model: torch.nn.Module, world: World, device: torch.device, native: bool) -> None:
-        """Of a whole model, the same on every rank, which have met already."""
+    def __init__(
+        self, model: torch.nn.Module, world: World, device: torch.device, native: bool, apart: bool = False
+    ) -> None:
+        """Of a whole model, the same on every rank, which have met already; `apart`: on another machine than rank 0."""
         self.model, self.world, self.device, self.native = model, world, device, native
         self.first = exactness.hash_of_all(weights(model))
         shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         leader, attempt = ranks.told_by_first(world, os.getpid(), device), int(os.environ.get("LAMP_ATTEMPT", "1"))
+        others = frozenset(rank for rank, is_apart in enumerate(ranks.every(world, int(apart), device)) if is_apart)
         self.row = _Row()
         mesh = init_device_mesh(device.type, (world.size,))
         units = [*blocks_of(model), model]
@@ -155,7 +158,7 @@ class Shards:
         self.root: FSDPModule = units[-1]  # type: ignore[assignment]
         self.stored = stored_tensors(model)  # asking a model for its state in the middle of a step would reshard it
         shapes |= {name: tuple(tensor.shape) for name, tensor in self.stored.items()}
-        self.part = Part(world.rank, world.size, attempt, leader, shapes)
+        self.part = Part(world.rank, world.size, attempt, leader, shapes, others)
         self.trained = [one for part in matrices_and_vectors(model) for one in part.values()]
         self.owners = _owners([one.numel() for one in self.trained], world.size)
 

@@ -9,6 +9,7 @@ them. Reading is the library's.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -126,6 +127,50 @@ def write_rows(
                     piece, place = piece[count:], place + count
                     tick(count)
         os.fsync(file.fileno())
+
+
+def copy_rows(
+    source: Path,
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    rows: dict[str, range],
+) -> str:
+    """What another process has written of some rows, as a file of its own, into a file that was laid out; the checksum of what
+    was read. ValueError where it is no such file."""
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    _, starts = _header(_order(kinds), shapes, kinds)
+    theirs = {name: kinds[name] for name in rows}
+    order = _order(theirs)
+    head, ends = _header(order, {name: (len(rows[name]), *shapes[name][1:]) for name in order}, theirs)
+    digest = xxhash.xxh3_128()
+    with open(source, "rb", buffering=0) as given, open(path, "r+b", buffering=0) as file:
+        if (size := os.fstat(given.fileno()).st_size) != ends[""]:
+            raise ValueError(f"{source.name} has {size:,} bytes, and should have {ends['']:,}")
+        if (found := _read(given, len(head))) != head:
+            raise ValueError(f"{source.name} holds other tensors than were expected")
+        digest.update(found)
+        for name in order:
+            place = starts[name] + rows[name].start * math.prod(shapes[name][1:]) * kinds[name].itemsize
+            left = len(rows[name]) * math.prod(shapes[name][1:]) * kinds[name].itemsize
+            while left:
+                piece = memoryview(_read(given, min(_PIECE, left)))
+                if not piece:
+                    raise ValueError(f"{source.name} ends within {name}")
+                digest.update(piece)
+                left -= len(piece)
+                while piece:
+                    count = os.pwrite(file.fileno(), piece, place)
+                    piece, place = piece[count:], place + count
+    return digest.hexdigest()
+
+
+def _read(file: io.FileIO, count: int) -> bytes:
+    """So many bytes; fewer at the end of the file."""
+    found = bytearray()
+    while len(found) < count and (piece := file.read(count - len(found))):
+        found += piece
+    return bytes(found)
 
 
 def checksum(path: Path) -> str:

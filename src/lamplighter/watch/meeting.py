@@ -109,7 +109,7 @@ def secret_of(run: RunDir, environ: dict[str, str] | os._Environ[str], file: str
 
 
 def secret_file(run: RunDir) -> Path:
-    return run.path / "nodes" / "secret"
+    return run.nodes / "secret"
 
 
 # ---------------------------------------------------------------- node 0
@@ -252,7 +252,7 @@ class Meeting:
     def welcome(self, run: RunDir, arrivals: list[_Arrival], config: str) -> list[RemoteNode]:
         """Tell each its place, and hear whether it sees the run's folder."""
         nonce = secrets.token_hex(16)
-        place = run.path / "nodes" / "nonce"
+        place = run.nodes / "nonce"
         place.parent.mkdir(exist_ok=True)
         write_atomic(place, nonce)
         nodes = []
@@ -399,7 +399,7 @@ class Refused(LampError):
 def sees_folder(run: RunDir, nonce: str) -> bool:
     """Whether node 0 has just written this into the folder that we see too; a network file system may take a moment."""
     until = time.monotonic() + (_NONCE_S if run.path.exists() else 0.0)
-    place = run.path / "nodes" / "nonce"
+    place = run.nodes / "nonce"
     while True:
         with contextlib.suppress(OSError):  # not there: another file system, or not yet
             if place.read_text() == nonce:

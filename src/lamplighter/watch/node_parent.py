@@ -45,6 +45,7 @@ class NodeParent:
     first_host: str  # of node 0
     resume_command: str
     cache: str  # folder of token caches and tokenizers on this machine
+    whole: str = ""  # the folder of the run itself, where this node sees it
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # by node 0's number
     rank_of: dict[int, int] = field(default_factory=dict)  # by the same
     told_end: set[int] = field(default_factory=set)
@@ -122,7 +123,8 @@ class NodeParent:
         self.wire.send("started", number=number, pid=process.pid)
 
     def _request(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {**message["request"], "cache": self.cache}
+        all_see = "LAMP_SHARED" in message["environment"]
+        return {**message["request"], "cache": self.cache, **({"whole": self.whole} if all_see else {})}
 
     def _own_times(self, message: dict[str, Any], environment: dict[str, str]) -> dict[str, str]:
         """Moments of node 0's clock, in ours."""

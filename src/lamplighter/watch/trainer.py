@@ -519,7 +519,8 @@ class Trainer:
         evidence = tuple(f"{node.words} said its last word {node.last_word_s:.1f} s ago" for node in nodes.values())
         culprit = {"rank": min(ranks), "node": min(nodes), "host": nodes[min(nodes)].host}
         verdict = Verdict("dead", "node_lost", why, "", evidence=evidence, culprit=culprit)
-        advice = "" if self.launcher.elastic else "ranks on GPUs cannot go on without the others"
+        kind = "sharded ranks" if self.spec.elastic else "ranks on GPUs"
+        advice = "" if self.launcher.elastic else f"{kind} cannot go on without the others"
         return Death(f"node {min(nodes)} was lost", verdict, compiling=False, advice=advice)
 
     def _lost(self, code: int) -> bool:
