@@ -47,6 +47,8 @@ _inside: set[int] = set()  # threads that are in a collective
 class PeerLost(RuntimeError):
     """A collective has failed: another rank is gone, or cannot be reached."""
 
+    of_all_ranks = False  # whether those that are left cannot go on either, and all start again
+
 
 class NoState(PeerLost):
     """None of the ranks that are left holds the state of a step: all start again, from memory or the durable step."""

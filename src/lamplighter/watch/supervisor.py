@@ -550,7 +550,13 @@ class Supervisor:
     def _save_before_kill(self, step: int) -> int:
         """Ask the saver threads, which work even while a main thread is stuck; the step that is safe then."""
         deadline, durable = time.monotonic() + _SAVE_S, 0
-        first = next(iter(self.tree.own.values()))
+        pid, first = next(iter(self.tree.own.items()))
+        process = self.snapshot.process(pid) if self.snapshot else None
+        if (
+            process is None or process.look.stopped or process.look.state in "ZX"
+        ):  # it cannot answer, and is not waited for
+            seen = read_slot(first)
+            return seen.durable_step if seen else 0
         self.target.ask_save()
         while time.monotonic() < deadline and durable < step:
             time.sleep(0.05)
