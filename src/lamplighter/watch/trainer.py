@@ -117,6 +117,7 @@ class Trainer:
             elsewhere=spec.elsewhere,
         )
         self.standby_said: set[str] = set()
+        self.stayed: set[int] = set()  # processes that go on from the attempt before
         self.failed: list[int] = []  # ranks that have ended in a way that ends all of them
         self.observer = Observer(run, [run.rank_events(rank) for rank in range(spec.ranks)], spec.budget)
         self.status = self.observer.status
@@ -176,7 +177,9 @@ class Trainer:
             self.observer.begin_again()
         prctl.adopt_orphans()
         again, self.failed, self.attempt, self.errors_said = bool(self.processes), [], attempt, set()
+        before = {process.pid for process in self.processes}
         how = self.launcher.start(self.request, attempt, self._times())
+        self.stayed = before & {process.pid for process in self.processes}
         if again:
             self.say(f"attempt {attempt}: {how or where}", "bold")
         if self.spec.keeps_report:
@@ -506,6 +509,8 @@ class Trainer:
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
         culprit = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
         same = how if self.spec.ranks == 1 else f"rank {failed}, {how}"  # two ranks may die in one instant
+        if self.processes[failed].pid in self.stayed:  # killed with another one, whose number it may have by now
+            same += f", process {self.processes[failed].pid}"
         return Death(same, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
 
     def _different_calls(self) -> Death | None:
