@@ -215,7 +215,8 @@ def recovery(faults: int) -> dict[str, Any]:
     """From the signal to the next finished step."""
     kept = {}
     for ranks, spare in ((1, 0), (1, 1), (2, 0), (2, 1)):
-        for which in (signal.SIGKILL, signal.SIGSTOP) if ranks > 1 else (signal.SIGKILL,):
+        faults_of = [("SIGKILL", 1), *([("SIGSTOP", 1), ("SIGKILL", ranks)] if ranks > 1 else [])]
+        for which, hit in faults_of:
             with tempfile.TemporaryDirectory() as folder:
                 words = ("--train.steps", "1000000", "--train.ranks", str(ranks), "--launch.spare", str(spare))
                 going = Going(Path(folder), "r", *words)
@@ -226,13 +227,15 @@ def recovery(faults: int) -> dict[str, Any]:
                     time.sleep(1 + rng.random())
                     attempt, victims = int(going.status().get("attempt") or 1), going.pids()
                     began = time.monotonic()
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(rng.choice(victims), which)
+                    for victim in rng.sample(victims, min(hit, len(victims))):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(victim, getattr(signal, which))
                     if going.until(going.next_step(attempt)):
                         took.append(time.monotonic() - began)
                 going.end()
             took.sort()
-            name = f"{ranks} rank{'s' * (ranks > 1)}, {'one stands by' if spare else 'none stands by'}, {which.name}"
+            name = f"{ranks} rank{'s' * (ranks > 1)}, {'one stands by' if spare else 'none stands by'}, {which}"
+            name += " of all" if hit == ranks > 1 else ""
             p95 = took[min(len(took) - 1, int(0.95 * len(took)))] if took else float("nan")
             print(f"{name}: {len(took)} faults, p50 {statistics.median(took):.2f} s, p95 {p95:.2f} s", flush=True)
             kept[name] = {"faults": len(took), "p50": statistics.median(took), "p95": p95}

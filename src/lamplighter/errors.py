@@ -88,6 +88,12 @@ class NoCheckpoint(LampError):
     cause = "bad_checkpoint"
 
 
+class RanksDiffer(LampError):
+    """Ranks call different collectives: a bug in the code, at which each of them would wait for ever."""
+
+    code = STUCK
+
+
 class StoppedEarly(LampError):
     """Stopped by request, time or budget; all saved; resume to go on."""
 

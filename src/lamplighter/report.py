@@ -234,16 +234,19 @@ def span(name: str) -> _Span:
 
 
 @contextlib.contextmanager
-def collective(name: str, rank: int, world: int) -> Iterator[None]:
+def collective(name: str, rank: int, world: int, at: str = "") -> Iterator[None]:
     """Inside, this process waits for all ranks: the parent sees which of them has not come."""
     slot = _reporter.slot
-    frame = sys._getframe(4)  # beyond this generator, contextlib and the caller's own context manager
-    slot.text("coll", name)
-    slot.text("coll_at", f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    if not at:
+        frame = sys._getframe(4)  # beyond this generator, contextlib and the caller's own context manager
+        at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    slot.text("coll", "")  # a process that is killed between here and there has no name beside a number of another call
+    slot.text("coll_at", at)
     began_ns = time.monotonic_ns()
     for field_name, value in (("rank", rank), ("world", world), ("coll_since_ns", began_ns)):
         slot.set(field_name, value)
     slot.add("coll_seq")
+    slot.text("coll", name)
     slot.set("in_coll", 1)
     try:
         yield

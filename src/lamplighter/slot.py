@@ -16,6 +16,7 @@ import sys
 
 TYPE_CHECKING = False  # `typing` costs a millisecond of every start-up
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import FrameType
     from typing import Any
 
@@ -239,6 +240,31 @@ def parse_page(page: bytes) -> Slot:
 def _text_at(page: bytes, name: str) -> str:
     at, size = TEXTS[name]
     return page[at : at + size].split(b"\0", 1)[0].decode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------- collectives of the user's own
+
+CALLED_BY_ALL = (
+    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "barrier",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter",
+    "gather_object", "broadcast_object_list", "scatter_object_list", "monitored_barrier",
+)  # fmt: skip
+MEETING = "rendezvous"  # where a rank waits that has lost the others, which may still be elsewhere
+
+
+def differing_calls(every: Mapping[int, Slot]) -> tuple[str, str]:
+    """Ranks that have come to the same collective with different calls, one of them the user's own: the name of the fault, and
+    what each of them calls where. Nothing where there are none; what is just being written down has no name yet.
+    """
+    for mine in every.values():
+        same = {
+            rank: one for rank, one in every.items() if one.coll_seq == mine.coll_seq and one.coll not in ("", MEETING)
+        }
+        names = {one.coll.partition(" ")[0] for one in same.values()}
+        if len({one.coll for one in same.values()}) > 1 and not names.isdisjoint(CALLED_BY_ALL):
+            told = "; ".join(f"rank {rank} in {one.coll} at {one.coll_at}" for rank, one in sorted(same.items()))
+            return "rank_order" if len(names) > 1 else "rank_shape", told
+    return "", ""
 
 
 # ---------------------------------------------------------------- whose line it is

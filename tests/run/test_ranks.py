@@ -633,6 +633,23 @@ def test_all_ranks_killed_at_once_go_on_from_memory(tmp_path: Path, alone: Path)
 
 
 @LONG
+def test_a_rank_that_is_killed_while_all_start_again_is_outlived(tmp_path: Path, alone: Path) -> None:
+    """None of them has met the others, or holds a state, yet."""
+    going = _start(tmp_path, 2)
+    for victim in _at_step(tmp_path, 60, going):
+        os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: _attempt(tmp_path) > 1, 200, going)
+    slots = [_folder(tmp_path).slot(rank) for rank in (0, 1)]
+    wait_for(lambda: (slot := read_slot(slots[0])) is not None and slot.phase == "ranks", 200, going)
+    killed = read_slot(slots[1])
+    assert killed is not None
+    os.kill(killed.pid, signal.SIGKILL)
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 0, said
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
+@LONG
 def test_torchrun_starts_one_run_with_one_voice(tmp_path: Path, alone: Path) -> None:
     (tmp_path / "r.yaml").write_text("train: {steps: 600}\n")  # torchrun would take --run for a flag of its own
     words = [

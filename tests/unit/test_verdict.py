@@ -14,7 +14,7 @@ from lamplighter.procs.stacks import OURS, Frame, Stacks, ThreadStack
 from lamplighter.procs.waits import ThreadWait, Waits
 from lamplighter.report import Verdict
 from lamplighter.rundir import RunDir
-from lamplighter.slot import Slot
+from lamplighter.slot import Slot, differing_calls
 from lamplighter.watch.diagnosis import Diagnosis
 from lamplighter.watch.end_diagnosis import death_verdict, was_interrupted
 from lamplighter.watch.evidence import GroupSample, from_json, to_json
@@ -386,3 +386,49 @@ def test_an_interrupt_is_nobody_s_fault() -> None:
     assert was_interrupted(Slot(error="KeyboardInterrupt:  (/a.py:3)"))
     assert was_interrupted(Slot(error="item 84..87: KeyboardInterrupt:  (/a.py:3)"))
     assert not was_interrupted(Slot(error="item 84..87: ValueError: KeyboardInterrupt (/a.py:3)"))
+
+
+def _both(*pairs: tuple[Process, Stacks]) -> GroupSample:
+    processes = tuple(process for process, _ in pairs)
+    stacks = {process.pid: (stack,) for process, stack in pairs}
+    return GroupSample(*(Snapshot(at, processes, worked_at=0.0) for at in (2.0, 4.0)), stacks, 0.0)
+
+
+def test_ranks_of_ours_in_different_collectives_are_a_bug_that_no_attempt_mends(user_file: str) -> None:
+    """One in the user's own, one in ours; but a rank that waits in a meeting may have lost one that is still elsewhere."""
+    own = rank(0, 3, user_file, coll_seq=7, in_coll=1, coll="barrier", coll_at="own.py:3", phase="train")
+    ours = rank(1, 7, user_file, coll_seq=7, in_coll=1, coll="gradients", coll_at="ranks.py:9", phase="train")
+    found = judge(_both(own, ours))
+    assert found is not None and (found.verdict.state, found.verdict.cause) == ("stuck", "rank_order")
+    assert "rank 0 in barrier at own.py:3; rank 1 in gradients at ranks.py:9" in found.verdict.why and found.provable
+    named = replace(found, verdict=replace(found.verdict, since_s=9.0))
+    assert RestartPolicy("recover").stuck(named, 6, 6).action == "stop", "the first time"
+    assert RestartPolicy("report").stuck(named, 6, 6).action == "none"
+    meets = rank(1, 7, user_file, coll_seq=7, in_coll=1, coll="rendezvous", coll_at="ranks.py:5", phase="train")
+    found = judge(_both(own, meets))
+    assert found is None or found.verdict.cause != "rank_order"
+
+
+def test_calls_that_differ_are_read_from_what_ranks_said_last() -> None:
+    one = Slot(coll_seq=7, coll="all_reduce [1000] float32", coll_at="own.py:3")
+    other = Slot(coll_seq=7, coll="all_reduce [999] float32", coll_at="own.py:3")
+    told = "rank 0 in all_reduce [1000] float32 at own.py:3; rank 1 in all_reduce [999] float32 at own.py:3"
+    assert differing_calls({0: one, 1: other}) == ("rank_shape", told)
+    for same in (
+        one,
+        Slot(coll_seq=8, coll="barrier", coll_at="own.py:9"),  # a collective further
+        Slot(coll_seq=7, coll="", coll_at="own.py:9"),  # killed while it wrote
+        Slot(coll_seq=7, coll="rendezvous", coll_at="ranks.py:9"),
+    ):
+        assert differing_calls({0: one, 1: same}) == ("", "")
+    ours = {rank: Slot(coll_seq=7, coll=coll) for rank, coll in enumerate(("gradients", "agree"))}
+    assert differing_calls(ours) == ("", ""), "ours are called by all alike: a rank may only be behind"
+
+
+def test_a_stopped_process_that_another_rank_waits_for_is_a_stopped_rank(user_file: str) -> None:
+    """It was alone, and has no number while the others come back."""
+    stopped = Process(ProcessLook(10, "T", name="python"), Slot(pid=10, phase="train"))
+    waits, stack = rank(1, 7, user_file, in_coll=1, coll="rendezvous", coll_at="ranks.py:5", phase="ranks")
+    found = judge(_both((stopped, stack_at(user_file, 3)), (waits, stack)))
+    assert found is not None and (found.verdict.cause, found.provable) == ("rank_sigstop", True)
+    assert found.verdict.culprit["pid"] == 10

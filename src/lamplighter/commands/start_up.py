@@ -54,6 +54,10 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
         from lamplighter.train import checkpoint, exactness, guard, hardware, loop, loss_scale, optimizers, path, ranks  # noqa: F401
         from lamplighter.train.pace import Smaller
         from lamplighter.train.state import RunContext, TrainState
+    if ":" in run.model.family:
+        from lamplighter.train import own_collectives
+
+        own_collectives.watch(folder)
     if "standby_fd" in request and hardware.may_use_gpu(run.train):  # whose memory belongs to the process that trains
         wait_for_turn(folder, request)
     with report.phase("machine"):

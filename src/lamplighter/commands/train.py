@@ -581,7 +581,12 @@ def train_child(folder: RunDir, request: dict[str, Any]) -> int:
             run = replace(run, budget=run.budget.of_nodes(count), train=replace(run.train, shard=shard))
     from lamplighter.commands.start_up import prepare
 
-    context, state = prepare(run, folder, request)
+    try:
+        context, state = prepare(run, folder, request)
+    except RuntimeError as error:
+        if hasattr(error, "of_all_ranks"):  # a rank was lost before all had met: nobody has made a step yet
+            error.of_all_ranks = True
+        raise
     from lamplighter.train.loop import training  # loaded by prepare, after the data
 
     with training(context, state) as steps:

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from lamplighter import report
 from lamplighter.errors import BadConfig
 from lamplighter.rundir import RunDir, write_atomic
+from lamplighter.slot import MEETING
 from lamplighter.train.gradient_tree import GradientTree, Node, owned_nodes, subtrees, sum_of
 
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name, where torch has it
@@ -39,10 +41,13 @@ _TRIED = "2.13."  # of torch
 _FAILED_S = 2.0  # so soon a rank whose timer has fired has said so to those that have lost it by that
 _LOOK_S = 0.1
 _TOLD_S = 20.0  # how long a rank that has lost a peer waits for the parent, which knows who has died
+_inside: set[int] = set()  # threads that are in a collective
 
 
 class PeerLost(RuntimeError):
     """A collective has failed: another rank is gone, or cannot be reached."""
+
+    of_all_ranks = False  # whether those that are left cannot go on either, and all start again
 
 
 class NoState(PeerLost):
@@ -98,11 +103,12 @@ def meet(world: World, place: Path, backend: str) -> None:
     if world.size == 1:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with report.phase("ranks", total=world.size, unit="ranks") as phase, collective("rendezvous", world):
+    with report.phase("ranks", total=world.size, unit="ranks") as phase, collective(MEETING, world):
         store, again = _store(world, place, phase), 0
         while not _connected(world, PrefixStore(f"meeting {again}", store), backend, phase, _CONNECT * 2**again):
             report.note(f"the ranks have not been connected within {_CONNECT * 2**again}: they meet once more")
             again += 1
+    report.number(coll_seq=0)  # counted alike on all ranks, also on those that were there before
 
 
 def _connected(world: World, store: Store, backend: str, phase: report.Phase, within: timedelta) -> bool:
@@ -322,9 +328,24 @@ def told_by_first(world: World, number: int, device: torch.device) -> int:
 
 
 @contextlib.contextmanager
+def inside() -> Iterator[None]:
+    """In a collective that the parent sees: what it calls in turn is a part of it."""
+    _inside.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        _inside.discard(threading.get_ident())
+
+
+def is_inside() -> bool:
+    """Whether this thread is in such a one."""
+    return threading.get_ident() in _inside
+
+
+@contextlib.contextmanager
 def collective(name: str, world: World) -> Iterator[None]:
     """Seen by the parent, which names the rank that does not come."""
-    with report.collective(name, world.rank, world.size):
+    with inside(), report.collective(name, world.rank, world.size):
         try:
             yield
         except RuntimeError as error:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lamplighter.procs.stacks import ThreadStack, users_frame
+from lamplighter.slot import MEETING
 from lamplighter.watch.diagnosis import Diagnosis, finding
 from lamplighter.watch.evidence import GroupSample
 from lamplighter.watch.process_tree import Process, Snapshot
@@ -78,7 +79,7 @@ def late_rank(sample: GroupSample) -> Diagnosis | None:
         return _uneven(sample, one, ahead)
     doing = "is busy" if busy else "sleeps"
     why = (
-        f"rank {one.rank} {doing}{sample.at(one)} and has not entered collective {ahead.slot.coll_seq}"
+        f"{one.words} {doing}{sample.at(one)} and has not entered collective {ahead.slot.coll_seq}"
         f" ({ahead.slot.coll}); rank {ahead.rank} waits in it at {_short(ahead.slot.coll_at)}, {sample.words()}"
     )
     advice = "every rank must reach the same collectives: look at that line of the late rank"
@@ -123,21 +124,22 @@ def _other_collective(sample: GroupSample, waiting: Sequence[Process]) -> Diagno
     if len(waiting) > 1 and all(call.startswith("recv") for call in calls):
         return _nobody_sends(sample, waiting)
     moving = any(sample.is_busy(m) for m in waiting)
-    if len(calls) < 2 or moving or any(call.split()[0] not in _SAME_EVERYWHERE for call in calls):
+    if len(calls) < 2 or moving or any(_may_differ(call, process) for call, process in calls.items()):
         return None
     words = "; ".join(f"rank {m.rank} in {call} at {_short(m.slot.coll_at)}" for call, m in calls.items() if m.slot)
     names = {call.split()[0] for call in calls}
     cause = "rank_order" if len(names) > 1 else "rank_shape"
     advice = "make every rank call the same collective with the same shape"
-    return finding(
-        sample,
-        waiting[-1],
-        "stuck",
-        cause,
-        f"the ranks call different collectives: {words}",
-        next=advice,
-        provable=True,
-    )
+    if len(names) > 1:
+        advice = "make every rank call the same collectives in the same order: is one of them under `if rank == 0`?"
+    one = next((m for m in reversed(waiting) if sample.frame(m) is not None), waiting[-1])
+    why = f"the ranks call different collectives: {words}, {sample.words()}"
+    return finding(sample, one, "stuck", cause, why, next=advice, provable=True)
+
+
+def _may_differ(call: str, process: Process) -> bool:
+    """Whether the others may rightly call something else meanwhile. What our own processes tell is called by all ranks."""
+    return call == MEETING if process.is_ours else call.split()[0] not in _SAME_EVERYWHERE
 
 
 def _nobody_sends(sample: GroupSample, waiting: Sequence[Process]) -> Diagnosis | None:

@@ -13,6 +13,8 @@ from lamplighter.watch.diagnosis import Diagnosis
 _GRACE_S = 4.0  # for what is proved
 _STOPPED_RANK_S = 2.5  # the same for a rank that is stopped while the others wait for it
 _WITHOUT_PROGRESS = 3
+_OF_THE_CODE = ("rank_order", "rank_shape")
+OF_THE_CODE = "a bug in the code, which every attempt would meet again"  # the data of a step are the same each time
 _NEVER = (
     "compile_slow",
     "gc",
@@ -56,6 +58,8 @@ class RestartPolicy:
         if self.policy == "stop":
             ground = "nobody can end it" if finding.provable else f"the patience of {patience_s:.0f} s is over"
             return Decision("stop", f"stopped after {quiet_s:.0f} s ({cause}): {ground}, and on_stuck is stop")
+        if finding.provable and cause in _OF_THE_CODE:
+            return Decision("stop", f"stopped after {quiet_s:.0f} s: {OF_THE_CODE}")
         if cause == "compile_slow":
             return self._fall_back(step, durable)
         if durable <= 0 and not finding.provable:

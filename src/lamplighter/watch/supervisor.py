@@ -134,6 +134,7 @@ class Death:
     verdict: Verdict  # what is done about it is not decided yet
     compiling: bool
     advice: str = ""  # for the second time, when another attempt is of no use
+    hopeless: str = ""  # why another attempt is of no use the first time either
 
 
 class Target(Protocol):
@@ -399,6 +400,10 @@ class Supervisor:
             return False
         state = self.target.state()
         decision = self.policy.dead(death.how, state.step, state.kept_step, death.compiling)
+        if death.hopeless:
+            self._save_before_kill(state.step)
+            decision = Decision("stop", death.hopeless)
+            self.planned, self.planned_why = "stop", f"{death.verdict.why}; {death.hopeless}"
         if broken := self.gpus.hopeless():  # another attempt would meet the same card
             decision = Decision("stop", f"{broken.why}; {broken.advice}")
         advice = decision.why or "run the same command again"
@@ -545,7 +550,13 @@ class Supervisor:
     def _save_before_kill(self, step: int) -> int:
         """Ask the saver threads, which work even while a main thread is stuck; the step that is safe then."""
         deadline, durable = time.monotonic() + _SAVE_S, 0
-        first = next(iter(self.tree.own.values()))
+        pid, first = next(iter(self.tree.own.items()))
+        process = self.snapshot.process(pid) if self.snapshot else None
+        if (
+            process is None or process.look.stopped or process.look.state in "ZX"
+        ):  # it cannot answer, and is not waited for
+            seen = read_slot(first)
+            return seen.durable_step if seen else 0
         self.target.ask_save()
         while time.monotonic() < deadline and durable < step:
             time.sleep(0.05)

@@ -37,7 +37,7 @@ from lamplighter.procs import prctl, procfs, signals
 from lamplighter.report import Verdict
 from lamplighter.rundir import LineFile, RunDir, Tail, number, read_status
 from lamplighter.safe_text import clean
-from lamplighter.slot import OF_ALL_RANKS, Slot
+from lamplighter.slot import OF_ALL_RANKS, Slot, differing_calls
 from lamplighter.watch import time_report
 from lamplighter.watch.console import Console
 from lamplighter.watch.curves import CurveSketch
@@ -45,6 +45,7 @@ from lamplighter.watch.elsewhere import Elsewhere, RemoteProcess
 from lamplighter.watch.launcher import Launcher, memory_files
 from lamplighter.watch.process_tree import Snapshot
 from lamplighter.watch.rank_series import RankSeries
+from lamplighter.watch.restart_policy import OF_THE_CODE
 from lamplighter.watch.stall import StallDetector
 from lamplighter.watch.status import Observer, duration, line, tell, tell_step
 from lamplighter.watch.supervisor import Death, Ending, Root, RunOutcome, TargetFacts, TargetState
@@ -116,6 +117,7 @@ class Trainer:
             elsewhere=spec.elsewhere,
         )
         self.standby_said: set[str] = set()
+        self.stayed: set[int] = set()  # processes that go on from the attempt before
         self.failed: list[int] = []  # ranks that have ended in a way that ends all of them
         self.observer = Observer(run, [run.rank_events(rank) for rank in range(spec.ranks)], spec.budget)
         self.status = self.observer.status
@@ -175,7 +177,9 @@ class Trainer:
             self.observer.begin_again()
         prctl.adopt_orphans()
         again, self.failed, self.attempt, self.errors_said = bool(self.processes), [], attempt, set()
+        before = {process.pid for process in self.processes}
         how = self.launcher.start(self.request, attempt, self._times())
+        self.stayed = before & {process.pid for process in self.processes}
         if again:
             self.say(f"attempt {attempt}: {how or where}", "bold")
         if self.spec.keeps_report:
@@ -466,6 +470,8 @@ class Trainer:
         culprit: dict[str, object]
         if code == CHILD_LOST and (lost := self._lost_node(step)) is not None:
             return lost
+        if code in (STUCK, -signal.SIGABRT) and (found := self._different_calls()) is not None:
+            return found
         left = self._slot_of(code)
         passing = code == CRASHED and left is not None and bool(left.passing)
         if (
@@ -503,7 +509,18 @@ class Trainer:
         cause = "rss_oom" if memory else "killed" if code < 0 else "exit"
         culprit = {"pid": self.processes[failed].pid, "rank": failed, "step": step}
         same = how if self.spec.ranks == 1 else f"rank {failed}, {how}"  # two ranks may die in one instant
+        if self.processes[failed].pid in self.stayed:  # killed with another one, whose number it may have by now
+            same += f", process {self.processes[failed].pid}"
         return Death(same, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
+
+    def _different_calls(self) -> Death | None:
+        """By what the ranks have said last: the user's own code made them call different collectives, of which gloo dies."""
+        every = {rank: slot for rank in self.ranks if (slot := self.launcher.slot_of(rank)) is not None}
+        cause, told = differing_calls(every)
+        if not cause:
+            return None
+        why = f"the ranks call different collectives: {told}"
+        return Death(cause, Verdict("broken", cause, why, ""), compiling=False, hopeless=OF_THE_CODE)
 
     def _lost_node(self, step: int) -> Death | None:
         """Ranks that have ended for us because their whole node cannot be reached."""

@@ -57,7 +57,10 @@ def _part_stopped(sample: GroupSample) -> Diagnosis | None:
         found = finding(sample, one, "stopped", "stopped", why, next=f"kill -CONT {pids}")
         holder = {"kind": "signal", "holder": "whoever stopped it"}
         return replace(found, verdict=replace(found.verdict, waits_for=holder))
-    cause = "worker_sigstop" if one.worker >= 0 else "rank_sigstop" if one.rank >= 0 else "stopped"
+    ranks = [process for process in sample.last.processes if process.is_ours]
+    held_up = one.is_ours and any(rank not in halted for rank in ranks)  # the others cannot go on without it
+    is_rank = one.rank >= 0 or held_up  # one that was alone, while the others come back, has no number yet
+    cause = "worker_sigstop" if one.worker >= 0 else "rank_sigstop" if is_rank else "stopped"
     waiting = next(
         (m for m in sample.last.processes if m.slot and (m.slot.in_fetch or m.slot.in_coll) and m not in halted), None
     )
@@ -71,8 +74,6 @@ def _part_stopped(sample: GroupSample) -> Diagnosis | None:
     )  # a program that is no Python has no line
     culprit = {**found.verdict.culprit, **(line.fields() if line else {})}
     holder = {"kind": "child", "what": one.words, "holder": "whoever sent it SIGSTOP"}
-    ranks = [process for process in sample.last.processes if process.is_ours]
-    held_up = one.is_ours and any(rank not in halted for rank in ranks)  # the others cannot go on without it
     verdict = replace(found.verdict, culprit=culprit, waits_for=holder)
     return replace(found, verdict=verdict, provable=found.provable or held_up)
 
