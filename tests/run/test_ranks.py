@@ -249,8 +249,8 @@ KINDS: dict[str, Sequence[str]] = {
         "dpo",
         "--model.init_from",
         "base",
-        "--data.seq_len",
-        "128",
+        "--data.template",
+        "plain",
         "--train.steps",
         "60",
     ),
@@ -376,7 +376,7 @@ def _prepare(place: Path, alone: Path) -> None:
     shutil.rmtree(place / "base" / "training")
     rows = [{"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "so be it " * (n % 7)}]} for n in range(1, 200)]  # fmt: skip
     (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    pairs = [{"prompt": f"say {n}", "chosen": "so be it", "rejected": "no " * (1 + n % 5)} for n in range(200)]
+    pairs = [{"prompt": f"say {n}", "chosen": "so be it", "rejected": "no " * (1 + n % 3)} for n in range(200)]
     (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)) + "\n")
 
 
