@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from lamplighter import first_words
-from lamplighter.commands import write
+from lamplighter.commands import say_on_leaving, write
 from lamplighter.commands.arguments import many, parse
 from lamplighter.errors import DONE, InputMissing
 
@@ -46,6 +46,7 @@ def dash(words: list[str]) -> int:
     write(1, "\n".join(lines) + "\n")
     first_words.spoke()
     first_words.doing("loading the server")
+    say_on_leaving("before the page was loaded; runs are not touched by it")
     try:
         import uvicorn
 
