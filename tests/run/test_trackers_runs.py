@@ -16,6 +16,8 @@ import pytest
 
 from lamplighter.rundir import RunDir, read_status, write_atomic
 from lamplighter.watch.time_report import read_time_report
+from lamplighter.watch.trackers import follower
+from lamplighter.watch.trackers.writers import Setting
 from running import LONG, Command, events_of, lamp, processes_of, start_lamp, wait_for, write_model
 from tracked import (
     assert_same,
@@ -85,6 +87,39 @@ def test_all_five_read_back_as_the_run_was(tmp_path: Path, here: Command, monkey
     again = here("track", "r", "--to", "csv", "--no-follow", cwd=tmp_path)
     assert again.returncode == 0
     assert_same(merge([read_csv(folder / "csv" / name) for name in names]), run), "nothing twice"
+
+
+def test_a_follower_of_mlflow_that_is_killed_leaves_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its kills comes after values were given and before they were marked as safe; a server's address is passed over."""
+    run = write_killed_run(tmp_path / "runs" / "r", steps=120, kills=3)
+    monkeypatch.setattr(follower, "_LINES_AT_ONCE", 17)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    setting = Setting("r", run.path / "track" / "mlflow", offline=True, config={"train": {"lr": 1e-3}})
+
+    def one() -> follower.Follower:
+        return follower.Follower(run, "mlflow", setting, lambda _: None)
+
+    for kill in range(3):
+        killed = one()
+        for _ in range(kill):
+            killed._send_some()
+        for _ in range(3):
+            killed._send_metrics()
+        assert killed.writer is not None
+        killed.writer.mark()
+        assert follower.read_state(run, "mlflow").lines < killed.sent.lines
+    last = one()
+    assert list(last.follow(until_end=False)) and last.complete, last.now.problem
+    database = tmp_path / "runs" / ".mlflow" / "mlflow.db"
+    read = [read_mlflow(database, name) for name in ("r", "r~2", "r~3")]
+    assert_same(merge([points for points, _ in read]), run)
+    assert [one.data.params for _, one in read] == [{"train.lr": "0.001"}] * 3
+    database.unlink()
+    said: list[str] = []
+    again = follower.Follower(run, "mlflow", setting, said.append)
+    assert len(said) == 1 and "no longer there" in said[0] and again.now.lines == 0
 
 
 BAD = (450, 451, 452, 453)  # by their steps, so that they are bad in every attempt
@@ -235,5 +270,5 @@ def test_a_wrong_tracker_is_named(tmp_path: Path, command: Command) -> None:
     for words, what in ((("--to", "csv,aim"), "no tracker aim"), ((), "no tracker was named")):
         done = command("track", "r", *words, cwd=tmp_path)
         assert done.returncode == 2 and what in done.stderr and "tensorboard" in done.stderr
-    done = command("train", "--track.to", "mlflow", "--train.steps", "5", cwd=tmp_path)
+    done = command("train", "--track.to", "aim", "--train.steps", "5", cwd=tmp_path)
     assert done.returncode == 78 and "track.to" in done.stderr

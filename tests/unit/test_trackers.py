@@ -20,7 +20,6 @@ from tracked import (
     assert_same,
     merge,
     read_csv,
-    read_mlflow,
     read_tensorboard,
     read_trackio,
     record,
@@ -103,14 +102,14 @@ def test_a_killed_run_reads_back_from_tensorboard_as_it_was(tmp_path: Path) -> N
     assert {"text/sample", "text/alert"} <= {tag for _, tags in read for tag in tags}
 
 
-@pytest.mark.parametrize("tracker", ["csv", "tensorboard", "mlflow"])
+@pytest.mark.parametrize("tracker", ["csv", "tensorboard"])
 def test_a_follower_that_is_killed_leaves_nothing_twice(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its kills comes after something was written and before that was marked as safe."""
     run = write_killed_run(tmp_path / "r", steps=120, kills=3)
     monkeypatch.setattr(follower_module, "_LINES_AT_ONCE", 17)
-    for kill in range(12 if tracker != "mlflow" else 3):  # whose library takes its time
+    for kill in range(12):
         one = _follower(run.path, tracker)
         for _ in range(kill % 3):
             one._send_some()
@@ -122,8 +121,6 @@ def test_a_follower_that_is_killed_leaves_nothing_twice(
     _send_all(_follower(run.path, tracker))
     folder = run.path / "track" / tracker
     read = [read_csv(path) if tracker == "csv" else read_tensorboard(path)[0] for path in sorted(folder.glob("r*"))]
-    if tracker == "mlflow":
-        read = [read_mlflow(tmp_path / ".mlflow" / "mlflow.db", name)[0] for name in ("r", "r~2", "r~3")]
     assert_same(merge(read), run, digits=6)
 
 

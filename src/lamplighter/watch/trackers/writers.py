@@ -12,7 +12,6 @@ import csv
 import html
 import io
 import json
-import logging
 import os
 import re
 import time
@@ -395,13 +394,13 @@ class MLflow:
     """
 
     def __init__(self, setting: Setting, mark: Mapping[str, Any]) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        for name, value in (("MLFLOW_DISABLE_TELEMETRY", "true"), ("MLFLOW_LOGGING_LEVEL", "WARNING")):
+            os.environ.setdefault(name, value)
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
         self.metric = Metric
-        beside = setting.folder.parents[2] / ".mlflow"  # of all runs: setting.folder is RUNS/RUN/track/mlflow
+        beside = setting.folder.resolve().parents[2] / ".mlflow"  # of all runs: setting.folder is RUNS/RUN/track/mlflow
         address = "" if setting.offline else os.environ.get("MLFLOW_TRACKING_URI", "")
         self.database = "" if address else str(beside / "mlflow.db")
         if self.database:
