@@ -19,6 +19,7 @@ from lamplighter.commands.standby import wait_for_turn
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.errors import BadConfig
 from lamplighter.model.origin import with_local_model
+from lamplighter.plan.job import refuse_unknown_targets
 from lamplighter.rundir import CACHE_NAME, NUMERICS, RunDir, newest_first, read_last_lines, step_of, version_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
     """The start-up phases: data, tokenizer, cache, import (torch), plan, model, resume."""
     cache = Path(request.get("cache") or folder.path.parent / CACHE_NAME)
     run = with_local_model(run, folder.path)
+    refuse_unknown_targets(run)
     source, tokenizer = open_text(run, cache)
     text = OpenedText(source, tokenizer, choose_template(run, source, tokenizer))
     lay_out = open_batches(run, folder.path, cache, text)
