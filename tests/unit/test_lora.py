@@ -18,7 +18,7 @@ from lamplighter.model import lora as adapters
 from lamplighter.model import origin
 from lamplighter.model import weights as stored_weights
 from lamplighter.model.build import Built, build, load_folder
-from lamplighter.model.lora import LoraLinear, adapter_tensors, apply_lora, check_places, merge
+from lamplighter.model.lora import LoraLinear, adapter_tensors, apply_lora, check_places, check_targets, merge
 from lamplighter.model.lora_targets import lora_parameters
 from lamplighter.model.recompute import recompute_blocks
 from lamplighter.model.shape import Shape, count_parameters, shape_to_hf
@@ -263,7 +263,9 @@ def test_targets_that_name_no_layer_are_an_error_with_what_there_is(tmp_path: Pa
     """One of several, too; by the model, and by its shape before it is built."""
     base = folder_of("llama", tmp_path / "base")
     run = Run(model=Model(init_from=str(base)), lora=Lora(r=1, targets=targets))
-    for refused in (lambda: a_built(base, run.lora), lambda: refuse_unknown_targets(run)):
+    model = a_built(base, Lora(r=1, targets=["q_proj"])).model
+    check_targets(model, ["self_attn.q_proj", "o_proj"])
+    for refused in (lambda: check_targets(model, targets), lambda: refuse_unknown_targets(run)):
         with pytest.raises(BadConfig) as error:
             refused()
         assert (

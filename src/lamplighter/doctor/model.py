@@ -37,7 +37,7 @@ from lamplighter.doctor.probe import (
 from lamplighter.doctor.sample_data import SampledRun, take
 from lamplighter.errors import BadData, LampError
 from lamplighter.model.build import Built, build
-from lamplighter.model.lora import adapters_of
+from lamplighter.model.lora import adapters_of, check_targets
 from lamplighter.model.shape import count_parameters, hidden_parameters
 from lamplighter.plan.job import known_shape, shape_of
 from lamplighter.procs import procfs
@@ -178,6 +178,8 @@ def _prepare(context: ProbeContext, quick_dtype: bool) -> ModelFixture:
     machine = machines.detect(section, shape=known_shape(run))
     layers = _layers_that_fit(run, vocab_size, remarks)
     built = build(layers, vocab_size, run.data.seq_len, end_of_text, run.train.seed, lora=run.lora)
+    if built.adapter is not None:
+        check_targets(built.model, run.lora.targets)
     built.model.to(machine.device)
     built.model.train()
     if data is None:

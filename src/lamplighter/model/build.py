@@ -27,8 +27,7 @@ from lamplighter.model.families import (
     positions_of,
     vocabulary_of,
 )
-from lamplighter.model.lora import SETTINGS, WRAPPED, apply_lora, linear_names, merge, section_of
-from lamplighter.model.lora_targets import refuse_unknown
+from lamplighter.model.lora import SETTINGS, apply_lora, merge, section_of
 from lamplighter.model.shape import (
     OWN_TYPE,
     Family,
@@ -132,7 +131,6 @@ def build(
 
 def _adapted(built: Built, folder: Path, lora: Lora, seed: int) -> Built:
     """Freeze it and put the adapters in; which base it is, the caller finds out where it matters (origin.identify)."""
-    refuse_unknown([name.removeprefix(WRAPPED) for name in linear_names(built.model)], lora.targets)
     settings = {**apply_lora(built.model, lora, seed), "base_model_name_or_path": str(folder.resolve())}
     if isinstance(built.model, FromTransformers):
         check_adapters_are_used(built.model)

@@ -20,11 +20,11 @@ from torch.nn import functional
 
 from lamplighter.config import Lora
 from lamplighter.errors import BadConfig, BadData
-from lamplighter.model.lora_targets import wanted_layers
+from lamplighter.model.lora_targets import refuse_unknown, wanted_layers
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
-WRAPPED = "inner."  # of model/families.py: PEFT sees the model inside
+_WRAPPED = "inner."  # of model/families.py: PEFT sees the model inside
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -138,19 +138,19 @@ def apply_lora(model: nn.Module, section: Lora, seed: int) -> dict[str, Any]:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     linear = linear_names(model)
-    chosen, suffixes = wanted_layers([name.removeprefix(WRAPPED) for name in linear], section.targets)
+    chosen, suffixes = wanted_layers([name.removeprefix(_WRAPPED) for name in linear], section.targets)
     if not chosen:
         shown = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear})[:12])
         what = f"lora.targets {' '.join(section.targets)} names no linear layer of this model"
         raise BadConfig(what, f"it has: {shown or 'none'}", "--lora.targets auto, all-linear, or some of these names")
-    fan_in_fan_out = any(is_conv(model.get_submodule(name)) for name in linear if name.removeprefix(WRAPPED) in chosen)
+    fan_in_fan_out = any(is_conv(model.get_submodule(name)) for name in linear if name.removeprefix(_WRAPPED) in chosen)
     generator = torch.Generator().manual_seed(seed)
     for name in linear:
         layer = model.get_submodule(name)
         if section.base_dtype != "fp32" and not isinstance(layer, FrozenLinear):  # it may have been read as one
             bias = getattr(layer, "bias", None)
             layer = FrozenLinear(matrix_of(layer), bias, section.base_dtype)
-        if name.removeprefix(WRAPPED) in chosen:
+        if name.removeprefix(_WRAPPED) in chosen:
             layer = LoraLinear(layer, section.r, section.scale, section.dropout)
             bound = 1 / math.sqrt(layer.lora_A.in_features)
             drawn = torch.empty(layer.lora_A.weight.shape).uniform_(-bound, bound, generator=generator)
@@ -180,7 +180,14 @@ def linear_names(model: nn.Module) -> list[str]:
 
 def _is_head(model: nn.Module, name: str, layer: nn.Module) -> bool:
     given = getattr(getattr(model, "inner", None), "get_output_embeddings", lambda: None)()
-    return layer is given or name.removeprefix(WRAPPED) in ("lm_head", "embed_out")
+    return layer is given or name.removeprefix(_WRAPPED) in ("lm_head", "embed_out")
+
+
+def check_targets(model: nn.Module, targets: list[str]) -> None:
+    """BadConfig where one of them names no layer of a model that has its adapters."""
+    inside = (".lora_A", ".lora_B")
+    names = [name.removeprefix(_WRAPPED) for name in linear_names(model) if not name.endswith(inside)]
+    refuse_unknown([name.removesuffix(".base_layer") for name in names], targets)
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
@@ -195,7 +202,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The live tensors under PEFT's names."""
     found: dict[str, Tensor] = {}
     for name, layer in adapters_of(model).items():
-        place = f"{_PREFIX}{name.removeprefix(WRAPPED)}"
+        place = f"{_PREFIX}{name.removeprefix(_WRAPPED)}"
         found[f"{place}.lora_A.weight"] = layer.lora_A.weight.detach()
         found[f"{place}.lora_B.weight"] = layer.lora_B.weight.detach()
     return found
