@@ -19,6 +19,7 @@ from lamplighter.commands.standby import wait_for_turn
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.errors import BadConfig
 from lamplighter.model.origin import with_local_model
+from lamplighter.plan.job import refuse_unknown_targets
 from lamplighter.rundir import CACHE_NAME, NUMERICS, RunDir, newest_first, read_last_lines, step_of, version_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
     """The start-up phases: data, tokenizer, cache, import (torch), plan, model, resume."""
     cache = Path(request.get("cache") or folder.path.parent / CACHE_NAME)
     run = with_local_model(run, folder.path)
+    begins = not newest_first(folder.checkpoints)  # a run of an earlier version may name more layers than there are
+    if begins:
+        refuse_unknown_targets(run)
     source, tokenizer = open_text(run, cache)
     text = OpenedText(source, tokenizer, choose_template(run, source, tokenizer))
     lay_out = open_batches(run, folder.path, cache, text)
@@ -75,7 +79,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
     own = None
     if is_built_first(run):  # only its own code knows its size, or whether it keeps examples apart: planned then
         with report.phase("model"):
-            own = _build_model(run, tokenizer)
+            own = _build_model(run, tokenizer, begins)
             _say_packing(own, text.chat)
             _settle_tokenizer(own, tokenizer)
     batches = lay_out(own is None or own.takes_segments)
@@ -96,7 +100,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
             leads=world.leads,
         )
     with report.phase("model" if own is None else "optimizer"):
-        built = own or _build_model(run, tokenizer)
+        built = own or _build_model(run, tokenizer, begins)
         if run.train.recompute:
             report.note(f"activations of {recompute_blocks(built.model)} blocks are computed again (train.recompute)")
         batches.check_ids(built.vocab_size)
@@ -314,11 +318,15 @@ def _recorded(run: Run, where: Machine, data: DataFacts, steps: int, chat: ChatT
     return recorded
 
 
-def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
+def _build_model(run: Run, tokenizer: Tokenizer, begins: bool) -> Built:
     from lamplighter.model.build import build
+    from lamplighter.model.lora import check_targets
 
     sizes = (tokenizer.vocab_size, run.data.seq_len, tokenizer.end_of_text, run.train.seed)
-    return build(run.model, *sizes, lora=run.lora)
+    built = build(run.model, *sizes, lora=run.lora)
+    if begins and built.adapter is not None:
+        check_targets(built.model, run.lora.targets)
+    return built
 
 
 def _say_packing(built: Built, chat: ChatTemplate | None) -> None:
