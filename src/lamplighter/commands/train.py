@@ -254,7 +254,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             run.config.unlink(missing_ok=True)  # they were not: the right ones must not be refused for these
         return code
     except LampError as error:
-        code, ended = error.code, error.what
+        code, ended = error.code, f"{error.what}: {error.why}" if error.why else error.what
         raise
     except OSError as error:
         raise cannot_write(run.path, error) from error

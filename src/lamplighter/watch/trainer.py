@@ -503,6 +503,7 @@ class Trainer:
         who = f"rank {failed} (process {self.processes[failed].pid})" if self.spec.ranks > 1 else "the process"
         if code < 0:
             why = f"{who} was {how} (signal {-code}) at step {step}" + (", out of memory" if memory else "")
+            why += self._died_too(failed)
             evidence = (f"largest seen {self.peak_bytes / 1e9:.2f} GB", f"{procfs.memory_left() / 1e9:.2f} GB free now")
         else:
             why = f"{who} {how} at step {step}, in the middle of its work: {_NO_WORD}"
@@ -512,6 +513,13 @@ class Trainer:
         if self.processes[failed].pid in self.stayed:  # killed with another one, whose number it may have by now
             same += f", process {self.processes[failed].pid}"
         return Death(same, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
+
+    def _died_too(self, named: int) -> str:
+        """The others that were killed in the same moment."""
+        gone = self.failed or [rank for rank in self.ranks if self.processes[rank].poll()]
+        others = [rank for rank in gone if rank != named and (self.processes[rank].returncode or 0) < 0]
+        told = [f"rank {rank} (process {self.processes[rank].pid})" for rank in others]
+        return f"; so {'were' if len(told) > 1 else 'was'} {' and '.join(told)}" if told else ""
 
     def _different_calls(self) -> Death | None:
         """By what the ranks have said last: the user's own code made them call different collectives, of which gloo dies."""
