@@ -667,4 +667,8 @@ def test_torchrun_starts_one_run_with_one_voice(tmp_path: Path, alone: Path) -> 
     done = subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks, 3 micro-batches a step") == 1
+    assert done.stdout.count("lamp train: reading the request") == 1, "the other process says nothing"
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+    words[words.index("2")] = "3"  # of --nproc-per-node: it is asked for as much as by train.ranks
+    done = subprocess.run([*words, "--train.steps", "620"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0 and "2 ranks then, 3 now" in done.stdout, done.stdout + done.stderr

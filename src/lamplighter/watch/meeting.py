@@ -341,7 +341,7 @@ def join(
         if known is None:
             heed(
                 f"waiting for the secret of the run: LAMP_SECRET is not set, and {where_secret} is not there yet; where this node"
-                " does not see node 0's folder: export LAMP_SECRET=... on every node, the same"
+                " does not see node 0's folder, start every node with the same in LAMP_SECRET (openssl rand -hex 32)"
             )
         else:
             try:
@@ -366,7 +366,7 @@ def join(
                 else f"LAMP_SECRET is not set, and {where_secret} is not there",
                 f"start it on the machine that has the address {nodes.host}, or there with --launch.node 0"
                 if known
-                else f"export LAMP_SECRET=... here with what node 0 keeps in {where_secret}, or the same on every node: openssl rand -hex 32",
+                else f"put what node 0 keeps in {where_secret} into LAMP_SECRET here, or the same on every node (openssl rand -hex 32)",
             )
         time.sleep(_AGAIN_S)
 

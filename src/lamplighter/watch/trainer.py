@@ -317,7 +317,7 @@ class Trainer:
         for record in self.observer.fresh if self.spec.verbose else []:
             self.say(tell_step(record), "dim")
         fresh = self.output.lines()
-        for printed in fresh[:_OUTPUT_LINES]:
+        for printed in filter(_is_worth_showing, fresh[:_OUTPUT_LINES]):
             self.say(f"  | {clean(printed)}", "dim")
         if len(fresh) > _OUTPUT_LINES:
             self.say(f"  | ... {len(fresh) - _OUTPUT_LINES} more lines in {self.run.output}", "dim")
@@ -348,7 +348,8 @@ class Trainer:
                 self.event_files[rank] = LineFile(self.run.rank_events(rank))
             self.event_files[rank].write(text)
         for host, text in output[:_OUTPUT_LINES]:
-            self.say(f"  | {host}: {clean(text)}", "dim")
+            if _is_worth_showing(text):
+                self.say(f"  | {host}: {clean(text)}", "dim")
         for words in self.spec.elsewhere.fresh_words():
             self.say(words, "bold yellow")
         self.signalled = self.signalled or self.spec.elsewhere.wants_stop()
@@ -690,16 +691,26 @@ class Trainer:
         facts["spent"] = f"{duration(self.spent_s)}{cost}"
         return facts
 
+    def _words_for_nodes(self, outcome: RunOutcome) -> str:
+        """What node 0 says of the end, with the error that it shows only on its own screen."""
+        error = self.slot.error.removeprefix("error: ").replace("\nwhy:   ", ": ") if self.slot else ""
+        return f"{outcome.words}; {error}" if error and outcome.code not in (DONE, STOPPED_EARLY) else outcome.words
+
     def close(self, outcome: RunOutcome) -> None:
         """What to run next."""
         self.launcher.close()
         for node in self.spec.elsewhere.nodes:
-            node.close(outcome.code, outcome.words)
+            node.close(outcome.code, self._words_for_nodes(outcome))
         if outcome.code != DONE and self.spec.resume_command and outcome.code not in _NOT_BY_RESUMING:
             more = self.spec.budget.enough_for(self.foretold_s or 2 * self.spent_s) if self._spent_all else ""
             self.say(f"next: {with_settings(self.spec.resume_command, more)}", "bold")
             if self.spec.left_out:
                 self.say(self.spec.left_out)
+
+
+def _is_worth_showing(printed: str) -> bool:
+    """Not what torch says of every peer whose address has no name; output.log has it."""
+    return "[c10d] The hostname of the client socket cannot be retrieved" not in printed
 
 
 def _fault_of(last_words: str) -> Fault | None:
