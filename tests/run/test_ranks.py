@@ -98,6 +98,8 @@ def test_a_second_fault_before_the_first_is_mended_is_outlived_too(tmp_path: Pat
     said, _ = going.communicate(timeout=300)
     assert going.returncode == 0, said
     assert "resumed from" not in said, "nothing was read from a disk"
+    if fault == "two kills":
+        assert all(f"rank {rank} (process {pid})" in said for rank, pid in ((1, one), (2, two))), said
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
 
 
@@ -179,6 +181,8 @@ def test_sharded_ranks_go_on_from_the_checkpoint_of_one(tmp_path: Path, alone: P
     assert done.returncode == 0 and "replicated then, sharded now, with the same bits" in done.stdout, done.stdout
     assert "sharded: each of 2 ranks holds its rows" in done.stdout and "100 redone steps equal" in done.stdout
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+    (made,) = {event["bytes"] for event in events_of(_folder(tmp_path), "checkpoint")}
+    assert made == {event["bytes"] for event in events_of(_folder(alone), "checkpoint")}.pop(), "of both ranks together"
 
 
 @LONG
@@ -625,10 +629,14 @@ def test_a_stopped_rank_is_named_and_the_others_go_on(tmp_path: Path, alone: Pat
 @LONG
 def test_all_ranks_killed_at_once_go_on_from_memory(tmp_path: Path, alone: Path) -> None:
     going = _start(tmp_path, 3)
-    for victim in _at_step(tmp_path, 60, going):
+    victims = _at_step(tmp_path, 60, going)
+    for victim in victims:
         os.kill(victim, signal.SIGKILL)
     said, _ = going.communicate(timeout=300)
     assert going.returncode == 0 and "which is in memory" in said, said
+    (verdict,) = verdicts_of(_folder(tmp_path), "killed")
+    named = [f"rank {rank} (process {pid})" for rank, pid in enumerate(victims)]
+    assert all(words in verdict["why"] for words in named), verdict["why"]
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
 
 

@@ -600,7 +600,7 @@ class Trainer:
         nothing_lost = ending.killed or not self.spec.keeps_report or durable >= step
         killed = child_code in (-signal.SIGKILL, -signal.SIGTERM) and nothing_lost
         if ending.stop_reason and (killed or (child_code == STOPPED_EARLY and not lost)):
-            where = f" at step {step}{safe}" if self.spec.keeps_report else ""
+            where = f" {self._where()}{safe}" if self.spec.keeps_report else ""
             return STOPPED_EARLY, f"stopped early ({ending.stop_reason}){where}"
         if child_code < 0:
             memory = "; the kernel killed a process for memory" if procfs.oom_kills() > self.oom_before else ""
@@ -612,7 +612,7 @@ class Trainer:
 
     def _words_of_code(self, code: int) -> str:
         """Of a child that has said itself how it ended."""
-        step, safe, early = self._standing()[0], self._safe(), self.ended_early
+        safe, early = self._safe(), self.ended_early
         if code == DONE and early:
             best = f"; use checkpoint-{early['best_step']}" if early["best_step"] else ""
             return f"finished {self.run.name} early, at step {early['step']} of {early['steps']}: {early['why']}{best}"
@@ -621,13 +621,19 @@ class Trainer:
         who = f"rank {self._rank_that_left(CRASHED)}" if self.spec.ranks > 1 else "the process"
         words = {
             DONE: f"finished {self.run.name}",
-            STOPPED_EARLY: f"stopped early{why} at step {step}{safe}",
+            STOPPED_EARLY: f"stopped early{why} {self._where()}{safe}",
             CRASHED: f"{who} crashed{where}{safe}",
             FAULTS_FOUND: f"faults were found{safe}",
             RefusedByPlan.code: f"refused by the plan{safe}",
             NoCheckpoint.code: self._no_checkpoint(),
         }
         return words.get(code, f"ended with exit code {code}{safe}")
+
+    def _where(self) -> str:
+        """Of a stop. Before the child has spoken, the last step that is known is of an earlier start, or of another machine."""
+        spoke = self.slot is not None and self.slot.steps > 0
+        step = self._standing()[0]
+        return f"at step {step}" if spoke or not step else "before another step was made"
 
     def _no_checkpoint(self) -> str:
         asked = self.spec.request.get("resume", "auto")
