@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,6 +88,47 @@ def test_a_killed_rank_is_named_the_others_go_on_and_the_world_is_whole_again(tm
     assert {record["rank"] for record in read_lines(_folder(tmp_path).system)} == {0, 1}, (
         "a series for each, for the page"
     )
+
+
+IN_CI = pytest.mark.timeout(600) if os.environ.get("CI") == "true" else LONG  # a minute, with the cores to itself
+KILLS = [*["a rank"] * 6, "all ranks", "the parent", "SIGTERM", "SIGSTOP"]
+
+
+def _alive(place: Path) -> dict[int, int]:
+    """The process of each rank that there is now, by what the ranks themselves say."""
+    slots = {rank: read_slot(_folder(place).slot(rank)) for rank in (0, 1)}
+    return {rank: slot.pid for rank, slot in slots.items() if slot is not None and Path(f"/proc/{slot.pid}").exists()}
+
+
+def _trains(place: Path, step: int) -> bool:
+    """Whether a rank that is there has made so many steps and makes more."""
+    if 0 not in _alive(place) or (slot := read_slot(_folder(place).slot(0))) is None:
+        return False
+    return slot.phase.startswith("train") and slot.step >= step
+
+
+@IN_CI
+def test_ten_random_kills_and_stops_change_no_bit(tmp_path: Path, alone: Path) -> None:
+    """Of a rank, of all, of the parent; a request to stop, and a rank that is stopped: at any moment of a step, in any order."""
+    rng, spare = random.Random(1), ("--launch.spare", "1")
+    going = _start(tmp_path, 2, *spare)
+    for count, kind in enumerate(rng.sample(KILLS, len(KILLS))):
+        step = 30 + 40 * count + rng.randrange(30)
+        wait_for(lambda step=step: _trains(tmp_path, step), 200, going)  # type: ignore[misc]
+        time.sleep(0.05 * rng.random())
+        assert going.poll() is None, f"it ended before all faults were made: {going.communicate()[0]}"
+        if kind in ("the parent", "SIGTERM"):
+            going.send_signal(signal.SIGKILL if kind == "the parent" else signal.SIGTERM)
+            going.communicate(timeout=60)
+            going = _start(tmp_path, 2, *spare)
+            continue
+        every = list(_alive(tmp_path).values())
+        for pid in every if kind == "all ranks" else [rng.choice(every)]:
+            with contextlib.suppress(ProcessLookupError):  # it has ended with another one
+                os.kill(pid, signal.SIGSTOP if kind == "SIGSTOP" else signal.SIGKILL)
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 0, said
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
 
 
 @pytest.mark.parametrize("fault", ["kill and stop", "two kills", "two stops"])
