@@ -441,7 +441,7 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
     moved = checkpoint.go_back(root, state.progress) if context.world.leads else []  # one of the ranks moves files
     if moved:
         report.note(f"set aside (not deleted): {', '.join(moved)}")
-    _say_resumed(context, state, found.name)
+    _say_resumed(context, state, found.name, before)
 
 
 def _resume_from_memory(context: RunContext, state: TrainState, kept: Restored) -> None:
@@ -453,7 +453,7 @@ def _resume_from_memory(context: RunContext, state: TrainState, kept: Restored) 
     context.optimizer.load_state_tensors(kept.optimizer)
     _go_on(context, state, checkpoint.progress_of(kept.progress), kept.facts)
     state.from_disk = False
-    _say_resumed(context, state, "memory")
+    _say_resumed(context, state, "memory", kept.facts)
 
 
 def _go_on(context: RunContext, state: TrainState, progress: Progress, before: dict[str, Any]) -> None:
@@ -482,19 +482,23 @@ def _go_on(context: RunContext, state: TrainState, progress: Progress, before: d
     if before.get("compiled", state.compiled) != state.compiled:
         then, is_now = ("compiled", "uncompiled") if before["compiled"] else ("uncompiled", "compiled")
         report.warn(f"it was {then}, is {is_now}: from step {progress.step + 1} on no longer bit-identical")
-    if before.get("steps") not in (None, state.steps):
+    if _has_other_schedule(state, before):
         report.warn(
             f"the run was planned for {before['steps']} steps, now {state.steps}: the schedule changes from here"
         )
 
 
-def _say_resumed(context: RunContext, state: TrainState, where: str) -> None:
+def _has_other_schedule(state: TrainState, before: dict[str, Any]) -> bool:
+    return before.get("steps") not in (None, state.steps)
+
+
+def _say_resumed(context: RunContext, state: TrainState, where: str, before: dict[str, Any]) -> None:
     from lamplighter.train.exactness import Redone
 
     step = state.progress.step
     report.note(f"resumed from {where}: step {step + 1} is next")
     records = list(read_last_lines(context.folder.metrics))
-    state.redone = Redone.of(records, step)
+    state.redone = Redone() if _has_other_schedule(state, before) else Redone.of(records, step)
     reached = max((r["step"] for r in records if "train/loss" in r and isinstance(r.get("step"), int)), default=0)
     report.event("resumed", step=step, path=where, redone_steps=max(0, reached - step))
 
