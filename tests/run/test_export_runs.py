@@ -108,6 +108,10 @@ def test_a_gguf_is_run_by_llama_cpp_and_says_the_same(run: RunDir, here: Command
     assert "the same token ids on 17 dirty texts and 2 chat prompts" in done.stderr
     assert ("the same words to 20 prompts" if quantize == "f32" else "q8_0: perplexity") in done.stderr
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+    if quantize == "f32":
+        done = here("export", "r", "--to", "gguf", "--quantize", quantize, cwd=run.path.parent.parent)
+        assert done.returncode == 2 and f"{file} exists already" in done.stderr
+        assert "done  model" not in done.stderr, "said before a model is opened, which may take minutes"
 
 
 def test_a_model_with_weights_that_are_no_numbers_is_refused(tmp_path: Path, here: Command) -> None:

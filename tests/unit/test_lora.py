@@ -11,20 +11,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lamplighter.config import Lora, Model, Train
+from lamplighter.config import Lora, Model, Run, Train
 from lamplighter.errors import BadConfig, InputMissing, LampError
 from lamplighter.gpus import Device
 from lamplighter.model import lora as adapters
 from lamplighter.model import origin
 from lamplighter.model import weights as stored_weights
 from lamplighter.model.build import Built, build, load_folder
-from lamplighter.model.lora import LoraLinear, adapter_tensors, apply_lora, check_places, merge
+from lamplighter.model.lora import LoraLinear, adapter_tensors, apply_lora, check_places, check_targets, merge
+from lamplighter.model.lora_targets import lora_parameters
 from lamplighter.model.recompute import recompute_blocks
-from lamplighter.model.shape import Shape, count_parameters, lora_parameters, shape_to_hf
+from lamplighter.model.shape import Shape, count_parameters, shape_to_hf
 from lamplighter.model.transformer import Transformer, token_loss
 from lamplighter.model.weights import init_weights, load_weights, stored_tensors, weights
 from lamplighter.plan.estimate import completed, make
-from lamplighter.plan.job import Job
+from lamplighter.plan.job import Job, refuse_unknown_targets
 from lamplighter.rundir import write_json
 from lamplighter.train.optimizers import make_optimizer
 
@@ -75,12 +76,14 @@ def kept(built: Built, base: Path, place: Path, dtype: str = "fp32") -> Path:
 
 
 @pytest.mark.parametrize("family", SHAPES)
-@pytest.mark.parametrize("targets", [["auto"], ["all-linear"], ["c_proj", "o_proj"]])
+@pytest.mark.parametrize("targets", [["auto"], ["all-linear"], ["by name"]])
 def test_peft_opens_the_folder_and_gives_the_same_logits(tmp_path: Path, family: str, targets: list[str]) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = folder_of(family, tmp_path / "base")
+    if targets == ["by name"]:
+        targets = ["c_proj"] if family == "gpt2" else ["o_proj", "mlp.up_proj"]
     built = a_built(base, Lora(r=4, targets=targets))
     learn(built)
     place = kept(built, base, tmp_path / "adapter")
@@ -255,10 +258,40 @@ def test_another_base_is_refused_and_a_moved_one_is_found_by_its_hash(tmp_path: 
     assert "model.safetensors: then" in other.value.why
 
 
-def test_targets_that_name_nothing_are_an_error_with_what_there_is() -> None:
-    with pytest.raises(BadConfig, match="names no linear layer") as error:
+@pytest.mark.parametrize("targets", [["c_attn"], ["q_proj", "v_prj"], ["auto", "q_proj"]])
+def test_targets_that_name_no_layer_are_an_error_with_what_there_is(tmp_path: Path, targets: list[str]) -> None:
+    """One of several, too; by the model, and by its shape before it is built."""
+    base = folder_of("llama", tmp_path / "base")
+    run = Run(model=Model(init_from=str(base)), lora=Lora(r=1, targets=targets))
+    model = a_built(base, Lora(r=1, targets=["q_proj"])).model
+    check_targets(model, ["self_attn.q_proj", "o_proj"])
+    for refused in (lambda: check_targets(model, targets), lambda: refuse_unknown_targets(run)):
+        with pytest.raises(BadConfig) as error:
+            refused()
+        assert (
+            f"lora.targets {targets[1] if 'v_prj' in targets else targets[0]} names no linear layer" in error.value.what
+        )
+        assert "q_proj" in error.value.why and ("v_proj?" in error.value.next) == ("v_prj" in targets)
+
+
+def test_an_adapter_made_elsewhere_may_name_layers_that_its_base_lacks() -> None:
+    """PEFT leaves them out when it makes one; so do we when we read it, as long as one is there."""
+    model = Transformer(SHAPES["llama"])
+    apply_lora(model, Lora(r=1, targets=["q_proj", "c_attn"]), 1)
+    assert len(adapters.adapters_of(model)) == SHAPES["llama"].layers
+    with pytest.raises(BadConfig, match="names no linear layer"):
         apply_lora(Transformer(SHAPES["llama"]), Lora(r=1, targets=["c_attn"]), 1)
-    assert "q_proj" in error.value.why
+
+
+@pytest.mark.parametrize(("name", "word"), [("m.gguf", "GGUF"), ("model.safetensors", "is a file")])
+def test_a_file_in_the_place_of_a_folder_is_told_as_that(tmp_path: Path, name: str, word: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    places = [tmp_path / name, tmp_path] if word == "GGUF" else [tmp_path / name]
+    for place in places:
+        with pytest.raises(BadConfig) as error:
+            origin.with_local_model(Run(model=Model(init_from=str(place))))
+        assert word in error.value.what
+        assert ("gguf_file='m.gguf'" in error.value.next) == (word == "GGUF")
 
 
 def test_a_damaged_adapter_is_a_word_and_no_traceback(tmp_path: Path) -> None:
@@ -311,7 +344,7 @@ def test_fp32_arithmetic_on_a_narrower_base_is_planned_with_what_is_widened() ->
 def test_the_paper_knows_adapters_by_number(tmp_path: Path) -> None:
     for family, shape in SHAPES.items():
         base = folder_of(family, tmp_path / family)
-        for targets in (["auto"], ["all-linear"], ["c_attn", "q_proj"]):
+        for targets in (["auto"], ["all-linear"], ["c_attn" if family == "gpt2" else "q_proj"]):
             built = a_built(base, Lora(r=4, targets=targets))
             assert built.trained == lora_parameters(shape, 4, targets)
             for dtype in ("fp32", "bf16", "int8"):

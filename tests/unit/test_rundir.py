@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,15 +13,15 @@ import pytest
 
 from lamplighter import rundir
 from lamplighter.commands.checkpoints import _table
+from lamplighter.commands.session import scratch_folder
 from lamplighter.config import Budget
 from lamplighter.errors import AlreadyRunning, CannotWrite
+from lamplighter.procs import lock
 from lamplighter.rundir import RunDir
 from lamplighter.watch.time_report import lines, read_time_report
 
 
 def test_a_live_heartbeat_from_another_host_counts_and_an_old_one_does_not(tmp_path: Path) -> None:
-    import os
-
     run = RunDir(tmp_path / "r")
     run.create()
     rundir.write_json(run.status, {"host": "elsewhere", "state": "running", "pid": 1})
@@ -37,6 +39,34 @@ def test_a_folder_in_the_place_of_a_file_is_kept_and_the_file_is_written(tmp_pat
     assert rundir.read_json(tmp_path / "latest.json") == {"step": 1}
     assert (tmp_path / "latest.json.1" / "mine").read_text() == "kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "latest.json.1"]
+
+
+def test_the_folder_of_a_killed_command_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    long_ago = time.time() - 3600
+    for name in ("lamp-eval-killed01", "lamp-eval-justmade", "lamp-serve-running1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        if not name.endswith("justmade"):
+            os.utime(tmp_path / name / "lock", (long_ago, long_ago))
+    for name in ("lamp-crash-keptlogs", "lamp-of-somebody"):  # no command's: they hold no lock
+        (tmp_path / name).mkdir()
+    running = lock.hold(tmp_path / "lamp-serve-running1" / "lock")
+    assert running is not None
+    run, held = scratch_folder("eval")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {
+        run.path.name,
+        "lamp-eval-justmade",
+        "lamp-serve-running1",
+        "lamp-crash-keptlogs",
+        "lamp-of-somebody",
+    }
+    assert lock.is_held(run.lock)
+    for fd in (running, held):
+        os.close(fd)
 
 
 def test_dollars_have_as_many_digits_as_say_something() -> None:

@@ -58,7 +58,7 @@ _MEANT = {
     "generate RUN --interactive": "chat talk",
     "generate RUN": "sample infer inference predict complete",
     "dash": "dashboard ui web board",
-    "track RUN --to": "tensorboard wandb trackio csv sync",
+    "track RUN --to": "tensorboard wandb trackio mlflow csv sync",
     "compare RUN RUN": "diff versus",
     "stop RUN": "kill cancel end abort",
     "launch slurm|sky|kubernetes": "submit sbatch slurm sky skypilot k8s kubernetes kubectl",

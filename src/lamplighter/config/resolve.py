@@ -303,7 +303,7 @@ def reaches_out(name: str, value: Any) -> bool:
             ":" in str(path) for path in (value if isinstance(value, list) else [value])
         )  # URL, dataset:, source:
     if name == "track.to":
-        return any(one in ("wandb", "trackio") for one in (value if isinstance(value, list) else [value]))
+        return any(one in ("wandb", "trackio", "mlflow") for one in (value if isinstance(value, list) else [value]))
     return (name in ("data.source", "watch.notify", "save.mirror") and value is not None) or (
         name == "model.family" and ":" in str(value)
     )

@@ -393,14 +393,14 @@ class Budget:
 class Track:
     """Experiment trackers that follow the run, each in a process of its own."""
 
-    to: list[Literal["tensorboard", "wandb", "trackio", "csv"]] = _value(  # noqa: RUF009
-        [], "trackers that follow the run: tensorboard, wandb, trackio, csv; none = none"
+    to: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "csv"]] = _value(  # noqa: RUF009
+        [], "trackers that follow the run: tensorboard, wandb, trackio, mlflow, csv; none = none"
     )
     project: str | None = _value(None, "the tracker's project; none = its environment variable, else lamplighter")
     name: str | None = _value(None, "the tracker run's name; none = the run's name")
     tags: list[str] = _value([], "tags of the tracker run")  # noqa: RUF009
     group: str | None = _value(None, "the group of tracker runs that it belongs to")
-    offline: bool = _value(False, "W&B: write to a folder and send nothing; wandb sync sends it")
+    offline: bool = _value(False, "W&B and MLflow: write to a folder and send nothing; wandb sync sends it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -401,7 +401,10 @@ def _set_aside_newer(root: Path, step: int) -> list[str]:
     moved = []
     for path in newest_first(root):
         if step_of(path) > step:
-            path.rename(path.with_name(f"aside-{path.name}-{int(time.time())}"))
+            at = int(time.time())
+            while (aside := path.with_name(f"aside-{path.name}-{at}")).exists():  # back twice within a second
+                at += 1
+            path.rename(aside)
             moved.append(path.name)
     return moved
 
