@@ -146,6 +146,28 @@ def test_of_the_ledgers_of_an_attempt_the_last_is_read(tmp_path: Path) -> None:
     assert times.seconds["compute"] == 2 * 49_999 and times.attempts == 2
 
 
+def test_times_of_a_rank_that_goes_on_are_counted_once(tmp_path: Path) -> None:
+    """Rank 1 dies after 100 s, is waited for until 101 and comes back at 103, when 0 has gone on; each attempt has its own times."""
+    run = RunDir(tmp_path)
+    told: list[tuple[str, float, dict[str, object]]] = [
+        ("start", 0, {"began": 0, "attempt": 1}), ("hello", 1, {"rank": 0, "attempt": 1}), ("hello", 2, {"rank": 1, "attempt": 1}),
+        ("ledger", 98, {"rank": 0, "attempt": 1, "seconds": {"compute": 97}}), ("child_end", 100, {"attempt": 1}),
+        ("start", 100, {"began": 100, "attempt": 2}), ("ledger", 101, {"rank": 0, "attempt": 1, "seconds": {"compute": 99, "ranks": 1}}),
+        ("hello", 101, {"rank": 0, "attempt": 2}), ("start", 102, {"began": 102, "attempt": 3}),
+        ("hello", 102.5, {"rank": 1, "attempt": 3}), ("ledger", 103, {"rank": 0, "attempt": 2, "seconds": {"compute": 2}}),
+        ("hello", 103, {"rank": 0, "attempt": 3}), ("ledger", 203, {"rank": 0, "attempt": 3, "seconds": {"compute": 100}, "final": True}),
+        ("child_end", 203, {"attempt": 3}), ("stop", 203, {}),
+    ]  # fmt: skip
+    run.events.write_text("".join(json.dumps({"type": kind, "t": t, **more}) + "\n" for kind, t, more in told))
+    times = read_time_report(run)
+    assert times.wall_s == 203 and times.attempts == 3 and times.unexplained_s == 0
+    assert {name: s for name, s in times.seconds.items() if s} == {
+        "compute": 201,
+        "ranks": 1,
+        "start of the process": 1,
+    }
+
+
 def test_only_whole_lines_of_the_newest_part_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a":1}\n{"a":2}\n{"a":3}\n')

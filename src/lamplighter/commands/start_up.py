@@ -250,13 +250,13 @@ def _meet(context: RunContext, state: TrainState, met: bool, job: Job) -> None:
 
     world = context.world
     join(context, state, met)
-    leaves = math.ceil(context.run.train.batch_size / (context.run.train.micro_batch or context.run.train.batch_size))
     lazy = idle_words(job, world.size)
     idle = f"; {lazy}" if lazy else ""
     how = "summed by one tree: the bits of a single rank"
     if context.run.train.reduction == "native":
         how = f"summed by torch's all_reduce (train.reduction native): the same bits on {world.size} ranks alone"
-    report.note(f"{world.size} ranks, {leaves} micro-batches a step {how}{idle}")
+    leaves = f"{job.accumulation} micro-batch{'es' if job.accumulation > 1 else ''}"
+    report.note(f"{world.size} rank{'s' * (world.size > 1)}, {leaves} a step {how}{idle}")
 
 
 def _probe_exactness(
@@ -476,7 +476,9 @@ def _go_on(context: RunContext, state: TrainState, progress: Progress, before: d
     if (size := context.world.size) != (then_size := before.get("ranks", size)):
         native = context.run.train.reduction == "native"
         words = "no longer bit-identical (train.reduction native)" if native else "with the same bits"
-        report.note(f"{then_size} ranks then, {size} now: from step {progress.step + 1} on {words}")
+        report.note(
+            f"{then_size} rank{'s' * (then_size > 1)} then, {size} now: from step {progress.step + 1} on {words}"
+        )
     if (now := context.shards is not None) != before.get("sharded", now):
         report.note(f"{'replicated then, sharded' if now else 'sharded then, replicated'} now, with the same bits")
     if before.get("compiled", state.compiled) != state.compiled:

@@ -117,12 +117,19 @@ class Contents:
         return sum(t.numel() * t.element_size() for part in self.files.values() for t in part.values())
 
     @property
-    def whole_bytes(self) -> int:
-        """That the checkpoint takes while it is written."""
+    def made_bytes(self) -> int:
+        """Of the tensors that all ranks write together."""
         if self.part is None:
             return self.bytes
         every = [pair for part in self.files.values() for pair in part.items()]
-        whole = sum(math.prod(self.part.whole(name, tensor)) * tensor.element_size() for name, tensor in every)
+        return sum(math.prod(self.part.whole(name, tensor)) * tensor.element_size() for name, tensor in every)
+
+    @property
+    def whole_bytes(self) -> int:
+        """That the checkpoint takes while it is written."""
+        whole = self.made_bytes
+        if self.part is None:
+            return whole
         return whole + whole * len(self.part.apart) // self.part.size  # theirs are there twice until they are copied
 
 
