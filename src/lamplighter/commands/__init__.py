@@ -200,9 +200,10 @@ def _unknown_verb(verb: str) -> int:
 def _verb_help(verb: str) -> int:
     text = VERB_HELP[verb]
     if verb == "train":
-        from lamplighter.config import fields, preset_names
+        from lamplighter.config import fields, flat, preset_names, resolve
 
         text = text.format(presets=", ".join(preset_names()))
-        rows = [f"  --{name:<26} {info.description} (default: {info.default})" for name, info in fields().items()]
+        default = flat(resolve().run)
+        rows = [f"  --{name:<26} {info.description} (default: {default[name]})" for name, info in fields().items()]
         text += "\n".join(rows) + "\n"
     return _to_stdout(text)  # words of ours alone: the one after --token is no secret
