@@ -28,6 +28,7 @@ VERBS = {
     "runs": "runs",
     "track": "track",
     "dash": "dash",
+    "sweep": "sweep",
     "compare": "compare",
     "report": "report",
     "checkpoints": "checkpoints",
@@ -49,6 +50,7 @@ _TALK_ON_STDOUT = (
     "stop",
     "save",
     "dash",
+    "sweep",
 )  # the others have a result there: all other words go to stderr
 _MEANT = {
     "runs": "status ps ls list",
@@ -61,6 +63,7 @@ _MEANT = {
     "track RUN --to": "tensorboard wandb trackio csv sync",
     "compare RUN RUN": "diff versus",
     "stop RUN": "kill cancel end abort",
+    "sweep --over NAME=A,B": "search tune hpo grid hyperparameters",
     "launch slurm|sky|kubernetes": "submit sbatch slurm sky skypilot k8s kubernetes kubectl",
     "plan": "estimate cost budget",
     "doctor": "check diagnose verify env",

@@ -362,6 +362,9 @@ class Budget:
     usd: float | None = _value(None, "stop, saved, before so many dollars are spent", gt=0)
     usd_per_hour: float | None = _value(None, "price of the machine; of each node, where there are several", gt=0)
     hours: float | None = _value(None, "stop, saved, before so many hours have passed", gt=0)
+    until_step: int | None = _value(
+        None, "pause, validated and saved, after this step; the schedule stays that of train.steps", ge=1
+    )
 
     def __post_init__(self) -> None:
         if self.usd is not None and self.usd_per_hour is None:
