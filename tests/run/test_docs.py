@@ -131,7 +131,7 @@ def test_a_stale_figure_is_found() -> None:
         readme.fill(README, {**found, "kills": {"figures": {}}})
 
 
-@pytest.mark.parametrize(("preset", "device"), [("slm", "rtx4090"), ("llama", "t4")])
+@pytest.mark.parametrize(("preset", "device"), [("slm", "rtx4090"), ("modern", "t4")])
 def test_what_fits_where_is_what_the_plan_says(preset: str, device: str) -> None:
     stored = readme.results()["plan"]["figures"]
     for name, value in readme.plans((preset,), (device,)).items():
