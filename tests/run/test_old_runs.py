@@ -275,8 +275,8 @@ def recorded(tmp_path: Path, *words: str, preset: str | None = None) -> Recorded
 
 
 def test_what_is_given_counts_and_the_rest_is_as_the_run_has_it(tmp_path: Path) -> None:
-    before = recorded(tmp_path, "--train.lr", "0.01", "--save.keep", "7", "--train.epochs", "3", preset="slm")
-    found, words = carry_over(resolved("--save.keep", "5", preset="slm"), before)
+    before = recorded(tmp_path, "--train.lr", "0.01", "--save.keep", "7", "--train.epochs", "3")
+    found, words = carry_over(resolved("--save.keep", "5"), before)
     assert (found.run.train.lr, found.run.save.keep, found.run.train.epochs, found.run.train.steps) == (
         0.01,
         5,
@@ -284,11 +284,14 @@ def test_what_is_given_counts_and_the_rest_is_as_the_run_has_it(tmp_path: Path) 
         None,
     )
     assert found.origin["train.lr"] == "command line"
-    assert [text.split()[0] for text in words] == ["train.steps", "train.epochs", "train.lr"]
-    longer, _ = carry_over(resolved("--train.steps", "9", preset="slm"), before)
+    kept = "steps epochs optimizer lr min_lr_ratio schedule"
+    assert [text.split()[0] for text in words] == [f"train.{name}" for name in kept.split()], (
+        "a rate of one's own is AdamW's"
+    )
+    longer, _ = carry_over(resolved("--train.steps", "9"), before)
     assert (longer.run.train.steps, longer.run.train.epochs) == (9, None)
     given = ("--train.lr", "0.01", "--save.keep", "7", "--train.epochs", "3")
-    same, words = carry_over(resolved(*given, preset="slm"), before)
+    same, words = carry_over(resolved(*given), before)
     assert same.run == before.run
     assert not words
 
