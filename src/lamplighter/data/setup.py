@@ -6,6 +6,7 @@ Out: each of the things that training reads from, made if need be; every step un
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +189,10 @@ def _open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -
         max_chunks=data.max_chunks,
         repeat=data.at_end == "repeat",
     )
+    if int(os.environ.get("LAMP_WORLD", "1")) > 1:
+        from lamplighter.data.shared_chunks import SharedFiller
+
+        return StreamBatches(SharedFiller(source, tokenizer, division, settings, folder / "stream" / "chunks"), held)
     return StreamBatches(Filler(source, tokenizer, division, settings), held)
 
 
