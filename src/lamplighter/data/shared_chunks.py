@@ -10,7 +10,6 @@ the place where it was. A rank that wants a chunk which is no longer there (it h
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -26,11 +25,24 @@ from lamplighter.data.sources import Source
 from lamplighter.data.split import Split
 from lamplighter.data.stream import Chunk, Filler, State, Stopped, StreamSettings, load_state
 from lamplighter.data.tokenizer import Tokenizer
-from lamplighter.procs import procfs
+from lamplighter.procs import lock, procfs
 from lamplighter.rundir import write_atomic
 
 _LOOK_S = 0.05
 _KEPT = 4  # chunks: ranks stand one step apart, and each has one ahead
+
+
+@contextlib.contextmanager
+def in_turn(folder: Path, phase: report.Phase) -> Iterator[None]:
+    """One rank of this machine after the other: the first looks at a stream, the others find what it has decided."""
+    folder.mkdir(parents=True, exist_ok=True)
+    while (held := lock.hold(folder / "look.lock")) is None:
+        phase.set(phase.done, "another rank of this machine looks at it")
+        time.sleep(_LOOK_S)
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 class SharedFiller(Filler):
@@ -74,7 +86,7 @@ class SharedFiller(Filler):
                 path.unlink(missing_ok=True)
 
     @property
-    def lock(self) -> Path:
+    def place_of_lock(self) -> Path:
         return self.folder / "reader.lock"
 
     # ---------------------------------------------------------------- one of them reads
@@ -99,15 +111,13 @@ class SharedFiller(Filler):
             return True
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            place = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            place = lock.hold(self.place_of_lock)
         except OSError as error:
             self._read_alone(error)
             return False
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(place)
+        if place is None:
             return False
+        lock.keep_to_ourselves([place])
         self.lock_fd = place
         os.truncate(place, 0)
         os.pwrite(place, str(os.getpid()).encode(), 0)
@@ -128,7 +138,7 @@ class SharedFiller(Filler):
     def _reader_is_stopped(self) -> bool:
         """By a signal: this rank must come to the collective in which it is seen that the other one does not."""
         with contextlib.suppress(OSError, ValueError):  # it has just ended
-            return procfs.look(int(self.lock.read_text())).stopped
+            return procfs.look(int(self.place_of_lock.read_text())).stopped
         return False
 
     def _is_behind(self, state: State) -> bool:
