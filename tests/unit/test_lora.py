@@ -25,7 +25,7 @@ from lamplighter.model.shape import Shape, count_parameters, shape_to_hf
 from lamplighter.model.transformer import Transformer, token_loss
 from lamplighter.model.weights import init_weights, load_weights, stored_tensors, weights
 from lamplighter.plan.estimate import completed, make
-from lamplighter.plan.job import Job, refuse_unknown_targets
+from lamplighter.plan.job import Job, job_of, refuse_unknown_targets, shape_of
 from lamplighter.rundir import write_json
 from lamplighter.train.optimizers import make_optimizer
 
@@ -272,6 +272,28 @@ def test_targets_that_name_no_layer_are_an_error_with_what_there_is(tmp_path: Pa
             f"lora.targets {targets[1] if 'v_prj' in targets else targets[0]} names no linear layer" in error.value.what
         )
         assert "q_proj" in error.value.why and ("v_proj?" in error.value.next) == ("v_prj" in targets)
+
+
+def test_adapters_of_another_family_are_planned_by_the_names_in_its_files(tmp_path: Path) -> None:
+    sizes = {
+        "self_attn.qkv_proj": (48, 16),
+        "self_attn.o_proj": (16, 16),
+        "mlp.gate_up_proj": (64, 16),
+        "input_norm": (16,),
+    }
+    stored = {f"model.layers.{n}.{name}.weight": torch.zeros(size) for n in range(3) for name, size in sizes.items()}
+    save_file({**stored, "model.embed_tokens.weight": torch.zeros(64, 16)}, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", {"model_type": "phi3", "hidden_size": 16, "vocab_size": 64, "num_hidden_layers": 3,
+               "num_attention_heads": 2, "intermediate_size": 32})  # fmt: skip
+
+    def trained(*targets: str) -> int:
+        run = Run(model=Model(init_from=str(tmp_path)), lora=Lora(r=2, targets=list(targets)))
+        refuse_unknown_targets(run)  # a file may have other names than the model: nothing is refused by it
+        return job_of(run, shape_of(run), 1, "fp32").trained
+
+    assert trained("qkv_proj") == 3 * 2 * (48 + 16)
+    assert trained("auto") == 3 * 2 * (48 + 16 + 16 + 16)
+    assert trained("qkv_prj") == 0
 
 
 def test_an_adapter_made_elsewhere_may_name_layers_that_its_base_lacks() -> None:

@@ -316,14 +316,13 @@ def _first_loss_of_pairs(fixture: ModelFixture, pairs: Pairs) -> Finding:
     """Measured against itself a model prefers nothing: ln 2, and the gradient lifts the chosen answers."""
     few = slice(0, min(len(fixture.batch.inputs), _ROWS * pairs.rows_each))
     whole = fixture.run.train.loss == "whole"
-    with _in_eval(fixture):
-        nats_N, answers_N = answer_nats(fixture.model, fixture.batch, fixture.machine, whole=whole, rows=few)
-    numbers, logps = preference.answer_logps(nats_N, answers_N)
+    fixture.model.eval()  # without dropout, as the reference is made
+    nats_N, answers_N = answer_nats(fixture.model, fixture.batch, fixture.machine, whole=whole, rows=few)
+    numbers, logps = preference.answer_logps(nats_N.detach(), answers_N)
     known = np.zeros(int(numbers.max()) + 1)
     known[numbers] = logps.cpu().numpy()
     batch = replace(fixture.batch, pairs=replace(pairs, reference=known))
     count = len(numbers) // 2
-    fixture.model.eval()  # without dropout, as the reference is
     loss = batch_loss(fixture.model, batch, fixture.machine, whole=whole, scale=1 / count, rows=few)
     first, learns = float(loss.detach()), loss.requires_grad
     if learns:

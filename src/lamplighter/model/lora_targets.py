@@ -48,11 +48,12 @@ def lora_parameters(shape: Shape, r: int, targets: list[str]) -> int:
 
 
 def stored_lora_parameters(folder: Path, r: int, targets: list[str]) -> int | None:
-    """The same of another family whose layers are named, by the headers of its files; None where that does not tell."""
-    if targets in _KINDS:
-        return None
+    """The same of another family, by the headers of its files; None where those do not tell: which matrices are layers, say."""
     matrices = {name.removesuffix(".weight"): sum(size) for name, size in stored_matrices(folder).items()}
-    return r * sum(matrices[name] for name in wanted_layers(list(matrices), targets)[0]) or None
+    chosen, endings = wanted_layers(list(matrices), targets)
+    if targets == ["all-linear"] or (targets == ["auto"] and not all("att" in end.lower() for end in endings)):
+        return None
+    return r * sum(matrices[name] for name in chosen)
 
 
 def refuse_unknown(names: list[str], targets: list[str]) -> None:

@@ -100,7 +100,7 @@ class Job:
     own_params: int | None = None  # of a model of one's own: all that is known of it
     tokenizer_vocab: int | None = None
     counted_params: int | None = None  # of another family: as its files hold them
-    counted_trained: int | None = None  # adapters on layers of such a family that are named
+    counted_trained: int | None = None  # adapters on it, where the names in its files tell
     pretrained: bool = False  # it begins from a model that exists
     pairs: bool = False  # train.objective dpo: a reference pass comes before the first step
     lora: Lora = field(default_factory=Lora)
@@ -122,7 +122,9 @@ class Job:
         """What has gradients and optimizer state, and is saved."""
         if self.lora.r is None:
             return self.params
-        return self.counted_trained or lora_parameters(self.shape, self.lora.r, self.lora.targets)
+        if self.counted_trained is not None:
+            return self.counted_trained
+        return lora_parameters(self.shape, self.lora.r, self.lora.targets)
 
     @property
     def hidden(self) -> int:
@@ -302,7 +304,7 @@ def _counted(run: Run) -> int | None:
 
 
 def _counted_adapters(run: Run) -> int | None:
-    """Those of another family, where lora.targets are names: what its files call so."""
+    """Those of another family, by the names in its files."""
     if run.lora.r is None or not _other_family(run):
         return None
     try:
