@@ -51,6 +51,8 @@ PEERS = {
     "def log(n, row): run.log(row, step=n)\nend = run.finish",
     "wandb": "import wandb\nquiet = wandb.Settings(silent=True, console='off', disable_git=True, save_code=False, x_disable_stats=True)\n"
     "run = wandb.init(project='peer', dir=folder, mode='offline', settings=quiet)\ndef log(n, row): run.log(row, step=n)\nend = run.finish",
+    "mlflow": "import os\nos.environ['MLFLOW_DISABLE_TELEMETRY'] = 'true'\nimport mlflow\nmlflow.set_tracking_uri('sqlite:///' + folder + '.db')\nmlflow.start_run()\n"
+    "def log(n, row): mlflow.log_metrics(row, step=n)\nend = mlflow.end_run",
 }  # fmt: skip
 LOOP = """
 import json, sys, time, psutil
@@ -243,7 +245,7 @@ def main() -> None:
 
 def _sending(folder: Path, steps: int) -> dict[str, float]:
     found: dict[str, float] = {}
-    for tracker in ("csv", "tensorboard", "trackio", "wandb"):
+    for tracker in ("csv", "tensorboard", "trackio", "wandb", "mlflow"):
         found[f"{tracker}_s"], found[f"{tracker}_cpu_s"] = wall_s, cpu_s = backfill(folder, tracker)
         print(f"backfill of {steps:,} steps to {tracker:<12} {wall_s:6.1f} s wall, {cpu_s:6.1f} s of CPU (goal 30 s)", flush=True)  # fmt: skip
         if tracker in PEERS:
@@ -255,7 +257,7 @@ def _sending(folder: Path, steps: int) -> dict[str, float]:
 
 def _followers(folder: Path) -> dict[str, float]:
     found: dict[str, float] = {}
-    for tracker in ("csv", "tensorboard", "trackio", "wandb"):
+    for tracker in ("csv", "tensorboard", "trackio", "wandb", "mlflow"):
         found[f"{tracker}_share"] = share = following(folder, tracker)
         own = peer(folder, tracker, 500, 20.0)["share"] if tracker in PEERS else 0.0
         found |= {f"{tracker}_peer_share": own} if own else {}

@@ -35,8 +35,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What belongs to make zoo is left out here, and counted as such, not as skipped."""
-    if not FULL:
+    """What belongs to make zoo is left out unless -m names it, and counted as such, not as skipped."""
+    if not FULL and "zoo" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("zoo")])
         items[:] = [item for item in items if not item.get_closest_marker("zoo")]
     for item in items:

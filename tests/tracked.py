@@ -194,6 +194,22 @@ def read_wandb(folder: Path) -> tuple[dict[str, Points], dict[str, Any]]:
     return points, facts
 
 
+def read_mlflow(database: Path, name: str, experiment: str = "lamplighter") -> tuple[Points, Any]:
+    """Points of a run, and the run itself, by MLflow's own client."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{database}")
+    found = client.get_experiment_by_name(experiment)
+    assert found is not None
+    (run,) = client.search_runs([found.experiment_id], f"attributes.run_name = '{name}'")
+    points: Points = {}
+    for key in run.data.metrics:
+        for one in client.get_metric_history(run.info.run_id, key):
+            assert (key, one.step) not in points, f"{key} {one.step} twice"
+            points[key, one.step] = one.value
+    return points, run
+
+
 def _leveldb_records(data: bytes) -> list[bytes]:
     """W&B's file is a log of leveldb's form: 32 KB blocks of parts with checksum, length and type, after a head of 7 bytes."""
     found, part, at = [], b"", 7

@@ -6,9 +6,28 @@ Out: the same answer for the plan and for training (train/gradient_tree.py adds 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 Node = tuple[
     int, int
 ]  # of the tree over n base nodes: those from the first number up to the second; (0, n) is the root
+
+
+@dataclass(frozen=True)
+class Division:
+    """A batch, as far as sharing it out needs it."""
+
+    batch_size: int
+    micro_batch: int
+    tree: int  # base nodes at most
+
+    @property
+    def accumulation(self) -> int:
+        return -(-self.batch_size // self.micro_batch)
+
+    @property
+    def nodes(self) -> int:
+        return min(self.accumulation, self.tree)
 
 
 def leaf_size(batch_size: int, ranks: int) -> int:

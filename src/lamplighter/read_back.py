@@ -155,7 +155,7 @@ RANKS = Kind(
     (list,),
     of={
         "rank": needed(COUNT),
-        **dict.fromkeys(("pid", "step", "collectives"), COUNT),
+        **dict.fromkeys(("pid", "step", "collectives", "node"), COUNT),
         **dict.fromkeys(("host", "state", "phase", "span"), TEXT),
         **dict.fromkeys(("waiting_s", "in_collective", "tokens_per_s", "ram_gb"), SECONDS),
     },

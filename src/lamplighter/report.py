@@ -419,8 +419,9 @@ def _open_slot(place: Path) -> None:
 
 
 def same_rank(attempt: int) -> None:
-    """The next attempt, in the same process and as the same rank."""
-    _reporter.attempt = attempt
+    """The next attempt, in the same process and as the same rank; its times begin anew."""
+    _reporter.write_times()
+    _reporter.times, _reporter.attempt = {}, attempt
     _reporter.event("hello", pid=os.getpid(), attempt=attempt)
 
 

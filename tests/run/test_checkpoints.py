@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 from lamplighter.data.token_cache.reader import open_tokens
-from lamplighter.rundir import RunDir, read_json, read_lines
+from lamplighter.rundir import RunDir, read_json, read_lines, write_json
+from lamplighter.slot import read_slot
 from running import (
     SHARED,
     TINY,
@@ -137,6 +139,18 @@ def test_a_bad_checkpoint_is_passed_over_and_said(
     found = verdicts_of(run, "bad_checkpoint")
     assert [Path(e["culprit"]["path"]).name for e in found] == ["checkpoint-12", "checkpoint-8"]
     zoo_row(f"bad_checkpoint {how}"[:18], "start", "fallback", 0)
+
+
+def test_a_stop_before_another_step_claims_none(tmp_path: Path, finished: Finished) -> None:
+    """The status is of an earlier start, or was fetched from another machine: it had come further than to what is saved."""
+    run = finished(*FOURTHS)
+    shutil.rmtree(run.slots, ignore_errors=True)
+    write_json(run.status, {**read_json(run.status), "state": "running", "step": 15, "durable_step": 12})
+    process = start_lamp(*TRAIN, "--train.steps", "20", "--save.every_steps", "4", cwd=tmp_path)
+    wait_for(lambda: (slot_file := read_slot(run.slot(0))) is not None and slot_file.phase == "import", process=process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 75
+    assert read_json(run.status)["outcome"] == ("stopped early (SIGTERM) before another step was made; step 12 is safe")
 
 
 def test_nothing_valid_is_an_error_not_a_fresh_start(tmp_path: Path, finished: Finished, here: Command) -> None:

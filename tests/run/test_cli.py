@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import stat
 import subprocess
 from pathlib import Path
@@ -21,6 +22,7 @@ from running import (
     Command,
     Finished,
     Row,
+    clean_env,
     events_of,
     lamp,
     line_in,
@@ -31,6 +33,7 @@ from running import (
     wait_for,
     write_model,
 )
+from tracked import write_killed_run
 
 QUICK = [*TINY, "--train.steps", "8"]
 TRAIN = ["train", "--run", "r", *TINY]
@@ -479,6 +482,37 @@ def test_an_unwritable_runs_folder(tmp_path: Path, command: Command) -> None:
     done = command("train", "--run", "r", *QUICK, "--runs-dir", str(folder), cwd=tmp_path)
     assert done.returncode == 73
     assert "cannot write" in done.stdout + done.stderr
+
+
+def test_the_table_of_runs_is_renewed_until_ctrl_c(tmp_path: Path) -> None:
+    write_killed_run(tmp_path / "runs" / "first", steps=20, kills=1)
+    process = start_lamp("runs", "--watch", cwd=tmp_path)
+    out = tmp_path / "out.txt"
+    wait_for(lambda: "0 of 1 runs are going on; Ctrl+C leaves" in out.read_text(), process=process)
+    write_killed_run(tmp_path / "runs" / "second", steps=20, kills=1)
+    wait_for(lambda: "0 of 2 runs" in out.read_text(), process=process)
+    assert re.search(r"^second +finished", out.read_text(), re.MULTILINE)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 0
+
+
+def test_the_address_of_the_page_is_there_before_its_server_is_loaded(tmp_path: Path) -> None:
+    """A library that takes for ever stands in for a machine that has no time; a browser is in the queue meanwhile."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "uvicorn.py").write_text("import time\ntime.sleep(3600)\n")
+    words = ["dash", "--port", "0"]
+    log = tmp_path / "out.txt"
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [*LAMP, *words], cwd=tmp_path, stdout=out, stderr=out, env=clean_env(PYTHONPATH="slow")
+        )
+    found = wait_for(lambda: re.search(r"open http://127\.0\.0\.1:(\d+)/", log.read_text()), process=process)
+    with socket.create_connection(("127.0.0.1", int(found[1])), timeout=5):
+        pass
+    wait_for(lambda: "loading the server, for" in log.read_text(), process=process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    assert "before the page was loaded; runs are not touched" in log.read_text()
 
 
 def test_every_verb_of_the_help_exists() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -51,10 +52,13 @@ class Look:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    in_ci = os.environ.get("CI") == "true"
     if not CHROMIUM.exists():
-        if os.environ.get("CI") == "true":
+        if in_ci:
             pytest.fail("there is no chromium: the page is not tested")
         pytest.skip("there is no chromium here")
+    if in_ci and importlib.util.find_spec("playwright") is None:
+        pytest.fail("there is no playwright: the page is not tested")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(

@@ -21,6 +21,7 @@ from lamplighter.config.names import nearest
 from lamplighter.data.sources import EmbeddedCorpus
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.rundir import RunDir, read_json
+from pictures import CHECKS, MOST_BYTES, last_screen
 from running import TINY, Command, lamp, slot_of, start_lamp, wait_for
 from server import serving
 
@@ -121,6 +122,14 @@ def test_the_readme_is_short_and_its_figures_are_those_of_the_results() -> None:
     assert len(readme.SPAN.findall(README)) >= 30
     for name, result in found.items():
         assert result.keys() >= {"machine", "date", "commit", "command", "figures"}, name
+
+
+@pytest.mark.parametrize("scene", CHECKS)
+def test_the_looping_pictures_show_what_the_readme_says_of_them(scene: str) -> None:
+    """A recording of the real commands (tests/zoo/test_pictures.py makes them anew); the verdict's line is one of today's scripts."""
+    picture = ROOT / "docs" / f"{scene}.svg"
+    assert f"](docs/{scene}.svg)" in README and picture.stat().st_size < MOST_BYTES
+    CHECKS[scene](last_screen(picture.read_text()))
 
 
 def test_a_stale_figure_is_found() -> None:

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from test_chat import change
 
 from lamplighter.export import gguf_file, hugging_face, llama_cpp, reference
-from lamplighter.export.opened import ExportFailed
+from lamplighter.export.opened import ExportFailed, open_model
+from lamplighter.export.vocabulary import vocabulary_of
 from lamplighter.rundir import RunDir
 from running import LONG, Command, copy_run, lamp, shared, start_lamp, wait_for
 
@@ -108,6 +109,22 @@ def test_a_gguf_is_run_by_llama_cpp_and_says_the_same(run: RunDir, here: Command
     assert "the same token ids on 17 dirty texts and 2 chat prompts" in done.stderr
     assert ("the same words to 20 prompts" if quantize == "f32" else "q8_0: perplexity") in done.stderr
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+    if quantize == "f32":
+        done = here("export", "r", "--to", "gguf", "--quantize", quantize, cwd=run.path.parent.parent)
+        assert done.returncode == 2 and f"{file} exists already" in done.stderr
+        assert "done  model" not in done.stderr, "said before a model is opened, which may take minutes"
+
+
+@pytest.mark.parametrize("quantize", ["f32", "f16", "bf16", "q8_0"])
+def test_rows_that_are_converted_apart_are_the_same_file(
+    quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_model(shared("models", "stories260K_hf_llama"), "tiny", None, "lamp export")
+    vocabulary = vocabulary_of(opened.tokenizer, opened.built.vocab_size)
+    gguf_file.write_gguf(tmp_path / "whole", opened, vocabulary, quantize)
+    monkeypatch.setattr(gguf_file, "_AT_ONCE", 300)  # a few rows each
+    gguf_file.write_gguf(tmp_path / "rows", opened, vocabulary, quantize)
+    assert (tmp_path / "rows").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_a_model_with_weights_that_are_no_numbers_is_refused(tmp_path: Path, here: Command) -> None:

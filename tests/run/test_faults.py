@@ -256,6 +256,19 @@ def test_checkpoints_that_were_set_aside_are_pruned_too(tmp_path: Path) -> None:
     ]
 
 
+def test_two_futures_that_are_left_within_a_second_are_both_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1.7e9)
+    for future in ("first", "second"):
+        for step in (4, 8):
+            (tmp_path / f"checkpoint-{step}").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint-8" / future).touch()
+        assert checkpoint.go_back(tmp_path, checkpoint.Progress(step=4)) == ["checkpoint-8"]
+    kept = {path.parent.name: path.name for path in tmp_path.glob("aside-*/*")}
+    assert kept == {"aside-checkpoint-8-1700000000": "first", "aside-checkpoint-8-1700000001": "second"}
+
+
 # ---------------------------------------------------------------- notify
 
 

@@ -22,7 +22,8 @@ def _written(command: Command, tmp_path: Path, *words: str) -> str:
     (tmp_path / "my run.yaml").write_text(SETTINGS)
     done = command("launch", words[0], "my run.yaml", "-o", "file", *words[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("made: file\nnext: ")
+    assert "made: file\nnext: " in done.stdout
+    assert ("stay idle" in done.stdout) == ("A100:8" in words), "16 GPUs, and 8 parts of a step; nowhere else"
     return (tmp_path / "file").read_text()
 
 
@@ -100,6 +101,7 @@ def test_what_is_wrong_is_said_before_anything_waits_in_a_queue(
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "my.yaml").write_text(SETTINGS)
     (tmp_path / "bad.yaml").write_text("train: {stepz: 7}\n")
+    (tmp_path / "five.yaml").write_text(f"{SETTINGS}launch: {{nodes: 5, rendezvous: 'h:1'}}\n")
     (tmp_path / "mine.sh").write_text("echo mine\n")
     for words, code, said in (
         (("slurm", "bad.yaml"), 78, "stepz"),
@@ -110,6 +112,13 @@ def test_what_is_wrong_is_said_before_anything_waits_in_a_queue(
         (("kubernetes", "my.yaml", "--image", "a"), 78, "--claim"),
         (("kubernetes", "my.yaml"), 2, "--image is missing"),
         (("lsf", "my.yaml"), 2, "lamp launch has no lsf"),
+        (("slurm", "my.yaml", "--gpus", "-3"), 2, "--gpus -3"),
+        (("slurm", "my.yaml", "--nodes", "0"), 2, "--nodes 1 or more"),
+        (("slurm", "my.yaml", "--time", "banana"), 2, "--time banana"),
+        (("slurm", "my.yaml", "--nodes", "2", "--launch.nodes", "5"), 2, "--launch.nodes: the file says that itself"),
+        (("slurm", "five.yaml", "--nodes", "2"), 2, "launch.nodes is 5, and the job would have 2"),
+        (("sky", "my.yaml", "--gpus", "A100:-1"), 2, "NAME:COUNT"),
+        (("kubernetes", "my.yaml", "--image", "a", "--nodes", "2"), 2, "for Kubernetes one pod is written"),
     ):
         done = command("launch", *words, cwd=tmp_path)
         assert (done.returncode, said in done.stderr) == (code, True), done.stderr

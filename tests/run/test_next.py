@@ -7,7 +7,9 @@ import shlex
 from pathlib import Path
 
 from lamplighter.commands.train import _left_out, _same_command
-from lamplighter.rundir import RunDir, read_json
+from lamplighter.dash import facts
+from lamplighter.rundir import RunDir, read_json, read_lines
+from lamplighter.watch.time_report import read_time_report
 from running import SIZES, TINY, Command, Finished, write_model
 
 EIGHT = [*TINY, "--train.steps", "8", "--save.every_steps", "4"]
@@ -96,6 +98,22 @@ def test_steps_done_again_on_request_are_not_blamed_on_a_kill(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 steps were done twice, because --resume went back" in done.stdout
     assert "because of a kill" not in done.stdout + run.report.read_text()
+    assert facts._ledger(read_time_report(run))["redone_steps"] == 4, "the page says so, too"
+
+
+def test_steps_done_again_on_another_schedule_are_not_called_inexact(
+    tmp_path: Path, finished: Finished, here: Command
+) -> None:
+    """Asked for, they must have other results; steps of the new schedule are compared again."""
+    run = finished(*EIGHT)
+    longer = ["train", "--run", "r", *TINY, "--save.every_steps", "4", "--train.steps", "12"]
+    done = here(*longer, "--resume", "checkpoint-4", cwd=tmp_path)
+    assert done.returncode == 0 and "the schedule changes from here" in done.stdout, done.stdout
+    losses = [record["train/loss"] for record in read_lines(run.metrics) if record["step"] == 8 and "train/loss" in record]  # fmt: skip
+    assert len(losses) == 2 and losses[0] != losses[1]
+    again = here(*longer, "--resume", "checkpoint-8", cwd=tmp_path)
+    assert again.returncode == 0 and "4 redone steps equal" in again.stdout, again.stdout
+    assert not [event for event in read_lines(run.events) if event.get("cause") == "not_exact"]
 
 
 def test_a_config_json_that_will_not_do_ends_with_something_to_do(

@@ -6,6 +6,7 @@ One parent on each; the bits are those of one rank on one machine, through death
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -39,6 +40,13 @@ class Cable:
         self.alpha, self.beta = f"{name}a", f"{name}b"
         self.started: list[subprocess.Popen[str]] = []
         self.ends = {self.alpha: f"{name}va", self.beta: f"{name}vb"}
+        try:
+            self._lay()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _lay(self) -> None:
         for space in self.ends:
             _ip("netns", "add", space)
         one, other = self.ends.items()
@@ -94,14 +102,27 @@ class Cable:
                 process.kill()
                 process.communicate()
         for space in self.ends:
-            subprocess.run(["ip", "netns", "del", space], check=False)
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    if os.getuid() != 0 or subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("network namespaces are not permitted here (root and CAP_SYS_ADMIN are needed)")
-    made = Cable(f"lamp{os.getpid() % 10_000}")
+    if os.getuid() != 0:
+        pytest.skip("network namespaces need root")
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True, check=False
+    )
+    if tried.returncode:
+        pytest.skip(f"network namespaces are not permitted here: {tried.stderr.strip()}")
+    if shutil.which("ip") is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("ip is missing (Debian: iproute2)")
+    try:
+        made = Cable(f"lamp{os.getpid() % 10_000}")
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.decode(errors="replace").strip()
+        if not any(words in why for words in ("not permitted", "not supported", "Permission denied")):
+            raise
+        pytest.skip(f"network namespaces are not permitted here: {' '.join(error.cmd)}: {why}")
     try:
         yield made
     finally:

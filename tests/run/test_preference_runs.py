@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lamplighter.rundir import RunDir, read_json, read_lines
+from lamplighter.train import bf16
 from running import Command, lamp, losses_of, shared, slot_of, start_lamp, wait_for
 
 ROWS = [
@@ -102,6 +103,18 @@ def test_the_reference_is_kept_for_this_base_and_these_pairs_alone(preferred: Pa
     done = here("train", "--run", "fewer", *_with(full, "fewer.jsonl"), cwd=preferred)
     assert done.returncode == 0 and "building the reference log-probabilities" in done.stdout, done.stdout
     assert "pairs changed" in done.stdout
+
+
+def test_in_bf16_too_the_first_loss_is_ln_2_and_so_is_that_of_a_validation(preferred: Path, here: Command) -> None:
+    """A step and a validation read by other kernels there, which round differently."""
+    if not bf16.cpu_has_it():
+        pytest.skip("this CPU has no bf16")
+    words = [*DPO, "--train.dtype", "bf16", "--train.steps", "2", "--eval.every_steps", "1", "--train.lr", "1e-12"]
+    done = here("train", "--run", "bf16", *words, cwd=preferred)
+    assert done.returncode == 0, done.stdout
+    records = list(read_lines(RunDir(preferred / "runs" / "bf16").metrics))
+    losses = [one[name] for one in records for name in ("train/loss", "eval/val_loss") if name in one]
+    assert len(losses) >= 3 and losses == pytest.approx([0.693147181] * len(losses), abs=1e-4), losses
 
 
 def test_the_card_of_a_model_of_preference_pairs_tells_of_pairs_and_of_no_perplexity(preferred: Path) -> None:

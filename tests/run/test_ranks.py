@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,6 +90,47 @@ def test_a_killed_rank_is_named_the_others_go_on_and_the_world_is_whole_again(tm
     )
 
 
+IN_CI = pytest.mark.timeout(600) if os.environ.get("CI") == "true" else LONG  # a minute, with the cores to itself
+KILLS = [*["a rank"] * 6, "all ranks", "the parent", "SIGTERM", "SIGSTOP"]
+
+
+def _alive(place: Path) -> dict[int, int]:
+    """The process of each rank that there is now, by what the ranks themselves say."""
+    slots = {rank: read_slot(_folder(place).slot(rank)) for rank in (0, 1)}
+    return {rank: slot.pid for rank, slot in slots.items() if slot is not None and Path(f"/proc/{slot.pid}").exists()}
+
+
+def _trains(place: Path, step: int) -> bool:
+    """Whether a rank that is there has made so many steps and makes more."""
+    if 0 not in _alive(place) or (slot := read_slot(_folder(place).slot(0))) is None:
+        return False
+    return slot.phase.startswith("train") and slot.step >= step
+
+
+@IN_CI
+def test_ten_random_kills_and_stops_change_no_bit(tmp_path: Path, alone: Path) -> None:
+    """Of a rank, of all, of the parent; a request to stop, and a rank that is stopped: at any moment of a step, in any order."""
+    rng, spare = random.Random(1), ("--launch.spare", "1")
+    going = _start(tmp_path, 2, *spare)
+    for count, kind in enumerate(rng.sample(KILLS, len(KILLS))):
+        step = 30 + 40 * count + rng.randrange(30)
+        wait_for(lambda step=step: _trains(tmp_path, step), 200, going)  # type: ignore[misc]
+        time.sleep(0.05 * rng.random())
+        assert going.poll() is None, f"it ended before all faults were made: {going.communicate()[0]}"
+        if kind in ("the parent", "SIGTERM"):
+            going.send_signal(signal.SIGKILL if kind == "the parent" else signal.SIGTERM)
+            going.communicate(timeout=60)
+            going = _start(tmp_path, 2, *spare)
+            continue
+        every = list(_alive(tmp_path).values())
+        for pid in every if kind == "all ranks" else [rng.choice(every)]:
+            with contextlib.suppress(ProcessLookupError):  # it has ended with another one
+                os.kill(pid, signal.SIGSTOP if kind == "SIGSTOP" else signal.SIGKILL)
+    said, _ = going.communicate(timeout=300)
+    assert going.returncode == 0, said
+    assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+
+
 @pytest.mark.parametrize("fault", ["kill and stop", "two kills", "two stops"])
 @LONG
 def test_a_second_fault_before_the_first_is_mended_is_outlived_too(tmp_path: Path, alone: Path, fault: str) -> None:
@@ -98,6 +142,8 @@ def test_a_second_fault_before_the_first_is_mended_is_outlived_too(tmp_path: Pat
     said, _ = going.communicate(timeout=300)
     assert going.returncode == 0, said
     assert "resumed from" not in said, "nothing was read from a disk"
+    if fault == "two kills":
+        assert all(f"rank {rank} (process {pid})" in said for rank, pid in ((1, one), (2, two))), said
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
 
 
@@ -179,6 +225,8 @@ def test_sharded_ranks_go_on_from_the_checkpoint_of_one(tmp_path: Path, alone: P
     assert done.returncode == 0 and "replicated then, sharded now, with the same bits" in done.stdout, done.stdout
     assert "sharded: each of 2 ranks holds its rows" in done.stdout and "100 redone steps equal" in done.stdout
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+    (made,) = {event["bytes"] for event in events_of(_folder(tmp_path), "checkpoint")}
+    assert made == {event["bytes"] for event in events_of(_folder(alone), "checkpoint")}.pop(), "of both ranks together"
 
 
 @LONG
@@ -625,10 +673,14 @@ def test_a_stopped_rank_is_named_and_the_others_go_on(tmp_path: Path, alone: Pat
 @LONG
 def test_all_ranks_killed_at_once_go_on_from_memory(tmp_path: Path, alone: Path) -> None:
     going = _start(tmp_path, 3)
-    for victim in _at_step(tmp_path, 60, going):
+    victims = _at_step(tmp_path, 60, going)
+    for victim in victims:
         os.kill(victim, signal.SIGKILL)
     said, _ = going.communicate(timeout=300)
     assert going.returncode == 0 and "which is in memory" in said, said
+    (verdict,) = verdicts_of(_folder(tmp_path), "killed")
+    named = [f"rank {rank} (process {pid})" for rank, pid in enumerate(victims)]
+    assert all(words in verdict["why"] for words in named), verdict["why"]
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
 
 
@@ -667,4 +719,8 @@ def test_torchrun_starts_one_run_with_one_voice(tmp_path: Path, alone: Path) -> 
     done = subprocess.run(words, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks, 3 micro-batches a step") == 1
+    assert done.stdout.count("lamp train: reading the request") == 1, "the other process says nothing"
     assert losses_of(_folder(tmp_path)) == losses_of(_folder(alone)) and _stored(tmp_path) == _stored(alone)
+    words[words.index("2")] = "3"  # of --nproc-per-node: it is asked for as much as by train.ranks
+    done = subprocess.run([*words, "--train.steps", "620"], cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0 and "2 ranks then, 3 now" in done.stdout, done.stdout + done.stderr

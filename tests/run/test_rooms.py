@@ -51,7 +51,7 @@ ALLOWED = {
     "clean": LAYER0 | {"procs", "readers", "data.ngrams"},  # one index of runs of words for all
     "model": LAYER0,
     "train": LAYER0 | {"procs", "readers", "data", "model"},
-    "plan": LAYER0 | {"procs", "model.shape", "model.stored"},
+    "plan": LAYER0 | {"procs", "model.shape", "model.stored", "model.lora_targets"},
     "doctor": LAYER0 | {"procs", "readers", "data", "model", "train", "plan"},
     "evaluate": LAYER0 | {"procs", "readers", "data", "model", "train"},
     "serve": LAYER0 | {"procs", "data", "model", "train"},

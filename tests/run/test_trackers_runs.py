@@ -16,11 +16,14 @@ import pytest
 
 from lamplighter.rundir import RunDir, read_status, write_atomic
 from lamplighter.watch.time_report import read_time_report
+from lamplighter.watch.trackers import follower
+from lamplighter.watch.trackers.writers import Setting
 from running import LONG, Command, events_of, lamp, processes_of, start_lamp, wait_for, write_model
 from tracked import (
     assert_same,
     merge,
     read_csv,
+    read_mlflow,
     read_tensorboard,
     read_trackio,
     read_wandb,
@@ -29,17 +32,29 @@ from tracked import (
 )
 
 
-def test_all_four_read_back_as_the_run_was(tmp_path: Path, here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_five_read_back_as_the_run_was(tmp_path: Path, here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 kills, a roll-back, --resume checkpoint-N and a late evaluation, as a run leaves them; by the command itself."""
     run = write_killed_run(tmp_path / "runs" / "r")
     usual = {"TRACKIO_DIR": str(tmp_path / "trackio"), "TRACKIO_PROJECT": "letters", "WANDB_PROJECT": "novels", "WANDB_RUN_ID": "own1"}  # fmt: skip
     for name, value in usual.items():
         monkeypatch.setenv(name, value)
     done = lamp(
-        "track", "r", "--to", "csv", "tensorboard", "trackio", "wandb", "--offline", "--tags", "a", "b", cwd=tmp_path
+        "track",
+        "r",
+        "--to",
+        "csv",
+        "tensorboard",
+        "trackio",
+        "wandb",
+        "mlflow",
+        "--offline",
+        "--tags",
+        "a",
+        "b",
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    assert done.stdout.count("in 3 linked runs") == 4
+    assert done.stdout.count("in 3 linked runs") == 5
     names = ("r", "r~2", "r~3")
     folder = run.path / "track"
     assert_same(merge([read_csv(folder / "csv" / name) for name in names]), run)
@@ -62,9 +77,49 @@ def test_all_four_read_back_as_the_run_was(tmp_path: Path, here: Command, monkey
     assert facts["r"]["project"] == "novels" and facts["r"]["id"] == "own1" != facts["r~2"]["id"], (
         "its usual variables count"
     )
+    kept = [read_mlflow(tmp_path / "runs" / ".mlflow" / "mlflow.db", name) for name in names]
+    assert_same(merge([points for points, _ in kept]), run)
+    first, second = kept[0][1], kept[1][1]
+    assert first.info.status == "FINISHED" and {"a", "b"} <= first.data.tags.keys()
+    assert "begins at step" in second.data.tags["lamp_alert"] and second.data.tags["lamp_continues"] == second.data.tags["group"] == "r"  # fmt: skip
+    files = {path.parent.name for path in (tmp_path / "runs" / ".mlflow" / "artifacts" / first.info.run_id).rglob("*.txt")}  # fmt: skip
+    assert {"alert", "sample", "checkpoint"} <= files
     again = here("track", "r", "--to", "csv", "--no-follow", cwd=tmp_path)
     assert again.returncode == 0
     assert_same(merge([read_csv(folder / "csv" / name) for name in names]), run), "nothing twice"
+
+
+def test_a_follower_of_mlflow_that_is_killed_leaves_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its kills comes after values were given and before they were marked as safe; a server's address is passed over."""
+    run = write_killed_run(tmp_path / "runs" / "r", steps=120, kills=3)
+    monkeypatch.setattr(follower, "_LINES_AT_ONCE", 17)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    setting = Setting("r", run.path / "track" / "mlflow", offline=True, config={"train": {"lr": 1e-3}})
+
+    def one() -> follower.Follower:
+        return follower.Follower(run, "mlflow", setting, lambda _: None)
+
+    for kill in range(3):
+        killed = one()
+        for _ in range(kill):
+            killed._send_some()
+        for _ in range(3):
+            killed._send_metrics()
+        assert killed.writer is not None
+        killed.writer.mark()
+        assert follower.read_state(run, "mlflow").lines < killed.sent.lines
+    last = one()
+    assert list(last.follow(until_end=False)) and last.complete, last.now.problem
+    database = tmp_path / "runs" / ".mlflow" / "mlflow.db"
+    read = [read_mlflow(database, name) for name in ("r", "r~2", "r~3")]
+    assert_same(merge([points for points, _ in read]), run)
+    assert [one.data.params for _, one in read] == [{"train.lr": "0.001"}] * 3
+    database.unlink()
+    said: list[str] = []
+    again = follower.Follower(run, "mlflow", setting, said.append)
+    assert len(said) == 1 and "no longer there" in said[0] and again.now.lines == 0
 
 
 BAD = (450, 451, 452, 453)  # by their steps, so that they are bad in every attempt
@@ -163,13 +218,13 @@ def test_a_run_that_is_killed_and_sent_back_is_followed_in_one_piece_beside_a_tr
 
 
 @LONG  # 22 starts of a trainer
-def test_twenty_kills_a_roll_back_a_resume_and_a_late_evaluation_read_back_from_all_four(
+def test_twenty_kills_a_roll_back_a_resume_and_a_late_evaluation_read_back_from_all_five(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real runs throughout: the evaluation alone is a file as lamp eval leaves it."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    gated = _Gated(tmp_path, "csv", "tensorboard", "trackio", "wandb")
+    gated = _Gated(tmp_path, "csv", "tensorboard", "trackio", "wandb", "mlflow")
     for attempt in range(1, 21):
         process = gated.start(calls=30)
         gated.wait_until_safe(20 * attempt, attempt, process)
@@ -179,13 +234,15 @@ def test_twenty_kills_a_roll_back_a_resume_and_a_late_evaluation_read_back_from_
     write_evaluation(gated.run, 60)
     assert lamp("stop", "r", cwd=tmp_path).returncode == 0 and process.wait(60) == 75
     (back,) = events_of(gated.run, "rolled back")
-    done = lamp("track", "r", "--to", "csv", "tensorboard", "trackio", "wandb", "--offline", cwd=tmp_path)
+    done = lamp("track", "r", "--to", "csv", "tensorboard", "trackio", "wandb", "mlflow", "--offline", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     names = [path.name for path in gated.folders("csv")]
     assert_same(merge([read_csv(path) for path in gated.folders("csv")]), gated.run)
     assert_same(merge([read_tensorboard(path)[0] for path in gated.folders("tensorboard")]), gated.run, digits=6)
     stored = [read_trackio(tmp_path / "trackio" / "lamplighter.db", name)[0] for name in names]
     assert_same(merge(stored), gated.run)
+    kept = [read_mlflow(tmp_path / "runs" / ".mlflow" / "mlflow.db", name)[0] for name in names]
+    assert_same(merge(kept), gated.run)
     points, _ = read_wandb(gated.run.path / "track" / "wandb")
     assert_same(merge([points[name] for name in names]), gated.run)
     assert (back["passed_from"], back["passed_to"]) == (BAD[0], BAD[-1])
@@ -210,8 +267,8 @@ def test_a_watched_command_is_followed_too(tmp_path: Path) -> None:
 
 def test_a_wrong_tracker_is_named(tmp_path: Path, command: Command) -> None:
     write_killed_run(tmp_path / "runs" / "r", steps=20, kills=1)
-    for words, what in ((("--to", "csv,mlflow"), "no tracker mlflow"), ((), "no tracker was named")):
+    for words, what in ((("--to", "csv,aim"), "no tracker aim"), ((), "no tracker was named")):
         done = command("track", "r", *words, cwd=tmp_path)
         assert done.returncode == 2 and what in done.stderr and "tensorboard" in done.stderr
-    done = command("train", "--track.to", "mlflow", "--train.steps", "5", cwd=tmp_path)
+    done = command("train", "--track.to", "aim", "--train.steps", "5", cwd=tmp_path)
     assert done.returncode == 78 and "track.to" in done.stderr

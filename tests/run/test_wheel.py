@@ -76,7 +76,8 @@ def test_every_library_that_the_package_imports_is_declared(wheel: Path) -> None
         for one in map(Requirement, declared)
         if one.marker is not None
         and any(
-            one.marker.evaluate({"extra": extra}) for extra in ("data", "hf", "track", "web", "export", "eval", "gpu")
+            one.marker.evaluate({"extra": extra})
+            for extra in ("data", "hf", "track", "mlflow", "web", "export", "eval", "gpu")
         )
     }
     distributions = packages_distributions()

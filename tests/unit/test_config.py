@@ -36,7 +36,7 @@ def test_names_of_a_list_may_stand_with_commas_and_paths_keep_theirs() -> None:
         assert from_words("--track.to", *words).run.track.to == ["csv", "tensorboard"]
     assert from_words("--data.paths", "a,b.txt").run.data.paths == ["a,b.txt"]
     with pytest.raises(BadConfig, match=r"track\.to"):
-        from_words("--track.to", "csv,mlflow")
+        from_words("--track.to", "csv,aim")
 
 
 @pytest.mark.parametrize("text", ["3e-4", "3E-4", "0.0003", "3.0e-04"])

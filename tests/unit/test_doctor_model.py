@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from doctor_context import SICK, all_of, context, examine
 from lamplighter.doctor import model, model_cost, sample_data
 from lamplighter.doctor.model import learning
 from lamplighter.doctor.model_cost import compiling, memory, one_step, precision
+from lamplighter.model.lora import LoraLinear
 from lamplighter.model.shape import Shape, count_parameters
 from lamplighter.procs.child import Outcome
+from running import shared
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +44,33 @@ def test_sound_models_can_learn(tmp_path: Path, words: tuple[str, ...], monkeypa
     found = all_of(learning, context(tmp_path, *words))
     assert [one.level for one in found] == ["ok"] * 5, [one.what for one in found if one.level != "ok"]
     assert found[-1].figures["last_loss"] < 0.8 * found[-1].figures["first_loss"]
+
+
+@pytest.mark.parametrize("packing", ["packed", "grouped"])
+def test_adapters_on_preference_pairs_are_sound(tmp_path: Path, packing: str) -> None:
+    """At its start B of an adapter is zero, so A has no gradient: that is no fault. Pairs begin at ln 2."""
+    rows = [{"prompt": f"Add {n} and 1.", "chosen": f"It is {n + 1}.", "rejected": "No idea."} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = str(shared("models", "stories260K_hf_llama"))
+    words = ["--model.init_from", base, "--lora.r", "2", "--train.objective", "dpo", "--data.template", "plain"]
+    words += ["--data.paths", str(tmp_path / "rows.jsonl"), "--data.packing", packing, "--data.seq_len", "128"]
+    who = context(tmp_path, *words, "--train.batch_size", "2")
+    found = all_of(learning, who)
+    assert [one.level for one in found] == ["ok"] * 6, [one.what for one in found if one.level != "ok"]
+    by_figure = {name: value for one in found for name, value in one.figures.items()}
+    assert abs(by_figure["pair_loss"] - math.log(2)) < 1e-4
+    assert any("gradients reach all 20 parameter tensors" in one.what for one in found), "B of 20 layers"
+    biggest = all_of(memory, who)[-1]
+    assert ("4 x" if packing == "grouped" else "2 x") in biggest.what, "two rows of a pair, or one window"
+
+
+def test_adapters_without_a_gradient_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoraLinear, "forward", lambda self, x: self.base_layer(x) + 0 * self.lora_B(self.lora_A(x)))
+    base = str(shared("models", "stories260K_hf_llama"))
+    words = ["--model.init_from", base, "--lora.r", "2", "--data.paths", str(tmp_path / "rows.jsonl")]
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "completion": "so"}}\n' for n in range(60)))
+    found = examine(learning, context(tmp_path, *words, "--data.template", "plain"))
+    assert found["no_gradient"].level == "fault" and "20 of 20" in found["no_gradient"].what
 
 
 def test_no_loop_is_cried_where_there_is_none(tmp_path: Path) -> None:

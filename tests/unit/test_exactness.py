@@ -104,6 +104,12 @@ def test_redone_steps_are_compared_bit_for_bit() -> None:
     other = redone.compare(7, math.nextafter(1.25, 2.0), 1.0)
     assert "the loss of step 7 was 1.25 and is 1.25000000000000" in other and redone.first_other == 7
     assert "step 7, done again, is not what it was" in exactness.words(GradientProbe("", 1, 1, 3), redone, CPU)
+    line = [{"step": step, "train/loss": loss, "train/grad_norm": 1.0} for step, loss in ((5, 2.0), (6, 1.9), (7, 1.8))]
+    again = [{**line[0]}, {**line[1], "train/loss": 1.85}]
+    assert Redone.of([*line, line[0]], 4).before.keys() == {5, 6, 7}, (
+        "killed in mid-way: what is beyond is still the same"
+    )
+    assert Redone.of([*line, *again], 4).before == {5: (2.0, 1.0), 6: (1.85, 1.0)}, "step 7 is of another schedule"
     later = Redone({5: (1.0, 1.0), 9: (1.0, 1.0)})
     later.forget_from(6)
     assert set(later.before) == {5}, "after a roll-back other batches are seen"

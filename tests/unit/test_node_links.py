@@ -11,7 +11,8 @@ import pytest
 
 from lamplighter.commands import nodes as nodes_command
 from lamplighter.commands.launched import first_host, launch_of, tasks_of_nodes
-from lamplighter.config import Run
+from lamplighter.commands.train import _for_launch
+from lamplighter.config import Run, resolve
 from lamplighter.config.schema import Budget
 from lamplighter.config.schema import Launch as LaunchSection
 from lamplighter.errors import BadConfig, UsageError
@@ -201,6 +202,8 @@ def test_what_srun_and_torchrun_say_of_several_nodes() -> None:
         "n1",
         29401,
     )
+    wanted = _for_launch(resolve(), found)
+    assert wanted.run.train.ranks == 2 and wanted.origin["train.ranks"] == "torchrun", "as good as given at a resume"
     assert launch_of({}) is None
     with pytest.raises(UsageError, match="3 processes, 2 of them here"):
         launch_of({**torchrun, "WORLD_SIZE": "3"})
@@ -214,4 +217,7 @@ def test_nodes_are_asked_for_or_said_by_a_launcher() -> None:
     assert asked is not None and asked.address == "127.0.0.1:1234" and not asked.is_first
     with pytest.raises(ValueError, match="HOST:PORT"):
         LaunchSection(nodes=2, rendezvous="somewhere")
+    with pytest.raises(BadConfig) as refused:
+        resolve(None, None, {"launch.nodes": ["2"], "launch.rendezvous": ["h:99999"]})
+    assert refused.value.why == "a port is a number from 1 to 65535"
     assert Budget(usd_per_hour=3.0).of_nodes(2).spent_usd(3600) == 6.0 and Budget().of_nodes(4) == Budget()

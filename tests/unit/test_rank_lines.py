@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lamplighter.read_back import STATUS, find_damage, without_damage
 from lamplighter.rundir import RunDir
 from lamplighter.slot import Slot, SlotWriter
 from lamplighter.watch.command import stepped_at
+from lamplighter.watch.elsewhere import RemotePid
 from lamplighter.watch.process_tree import Process, ProcessTree, Snapshot
 from lamplighter.watch.rank_lines import rank_lines, ranks_of, slowest
 from lamplighter.watch.rank_series import RankSeries
@@ -39,6 +41,16 @@ def test_a_line_has_step_phase_speed_memory_and_host() -> None:
     ):
         assert words in line, words
     assert "slowest" not in line, "they are even"
+
+
+def test_two_nodes_that_share_a_hosts_name_are_told_apart(tmp_path: Path) -> None:
+    series = RankSeries(RunDir(tmp_path))
+    ranks = series.now([os.getpid(), RemotePid.of(1, 55, series.host)])
+    assert not find_damage({"ranks": ranks}, STATUS)
+    first, second = rank_lines(ranks)
+    assert f"node 0, {series.host}, process {os.getpid()}" in first
+    assert f"node 1, {series.host}, process 55" in second
+    assert "node" not in series.now([os.getpid()])[0], "of one machine it says nothing"
 
 
 def test_the_rank_that_the_others_wait_for_is_marked() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,15 +13,15 @@ import pytest
 
 from lamplighter import rundir
 from lamplighter.commands.checkpoints import _table
+from lamplighter.commands.session import scratch_folder
 from lamplighter.config import Budget
 from lamplighter.errors import AlreadyRunning, CannotWrite
+from lamplighter.procs import lock
 from lamplighter.rundir import RunDir
 from lamplighter.watch.time_report import lines, read_time_report
 
 
 def test_a_live_heartbeat_from_another_host_counts_and_an_old_one_does_not(tmp_path: Path) -> None:
-    import os
-
     run = RunDir(tmp_path / "r")
     run.create()
     rundir.write_json(run.status, {"host": "elsewhere", "state": "running", "pid": 1})
@@ -37,6 +39,34 @@ def test_a_folder_in_the_place_of_a_file_is_kept_and_the_file_is_written(tmp_pat
     assert rundir.read_json(tmp_path / "latest.json") == {"step": 1}
     assert (tmp_path / "latest.json.1" / "mine").read_text() == "kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "latest.json.1"]
+
+
+def test_the_folder_of_a_killed_command_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    long_ago = time.time() - 3600
+    for name in ("lamp-eval-killed01", "lamp-eval-justmade", "lamp-serve-running1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        if not name.endswith("justmade"):
+            os.utime(tmp_path / name / "lock", (long_ago, long_ago))
+    for name in ("lamp-crash-keptlogs", "lamp-of-somebody"):  # no command's: they hold no lock
+        (tmp_path / name).mkdir()
+    running = lock.hold(tmp_path / "lamp-serve-running1" / "lock")
+    assert running is not None
+    run, held = scratch_folder("eval")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {
+        run.path.name,
+        "lamp-eval-justmade",
+        "lamp-serve-running1",
+        "lamp-crash-keptlogs",
+        "lamp-of-somebody",
+    }
+    assert lock.is_held(run.lock)
+    for fd in (running, held):
+        os.close(fd)
 
 
 def test_dollars_have_as_many_digits_as_say_something() -> None:
@@ -114,6 +144,28 @@ def test_of_the_ledgers_of_an_attempt_the_last_is_read(tmp_path: Path) -> None:
     assert kinds == 2 * ["start", "hello", "note", "ledger", "child_end", "stop"]
     times = read_time_report(run)
     assert times.seconds["compute"] == 2 * 49_999 and times.attempts == 2
+
+
+def test_times_of_a_rank_that_goes_on_are_counted_once(tmp_path: Path) -> None:
+    """Rank 1 dies after 100 s, is waited for until 101 and comes back at 103, when 0 has gone on; each attempt has its own times."""
+    run = RunDir(tmp_path)
+    told: list[tuple[str, float, dict[str, object]]] = [
+        ("start", 0, {"began": 0, "attempt": 1}), ("hello", 1, {"rank": 0, "attempt": 1}), ("hello", 2, {"rank": 1, "attempt": 1}),
+        ("ledger", 98, {"rank": 0, "attempt": 1, "seconds": {"compute": 97}}), ("child_end", 100, {"attempt": 1}),
+        ("start", 100, {"began": 100, "attempt": 2}), ("ledger", 101, {"rank": 0, "attempt": 1, "seconds": {"compute": 99, "ranks": 1}}),
+        ("hello", 101, {"rank": 0, "attempt": 2}), ("start", 102, {"began": 102, "attempt": 3}),
+        ("hello", 102.5, {"rank": 1, "attempt": 3}), ("ledger", 103, {"rank": 0, "attempt": 2, "seconds": {"compute": 2}}),
+        ("hello", 103, {"rank": 0, "attempt": 3}), ("ledger", 203, {"rank": 0, "attempt": 3, "seconds": {"compute": 100}, "final": True}),
+        ("child_end", 203, {"attempt": 3}), ("stop", 203, {}),
+    ]  # fmt: skip
+    run.events.write_text("".join(json.dumps({"type": kind, "t": t, **more}) + "\n" for kind, t, more in told))
+    times = read_time_report(run)
+    assert times.wall_s == 203 and times.attempts == 3 and times.unexplained_s == 0
+    assert {name: s for name, s in times.seconds.items() if s} == {
+        "compute": 201,
+        "ranks": 1,
+        "start of the process": 1,
+    }
 
 
 def test_only_whole_lines_of_the_newest_part_are_read(tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from lamplighter.watch.trackers.follower import Follower, TrackerState, read_eva
 from lamplighter.watch.trackers.following import SILENT_S, _silence, setting_of
 from lamplighter.watch.trackers.history import Branch, RunHistory, TrackerEntry
 from lamplighter.watch.trackers.writers import Setting
-from tracked import assert_same, merge, read_csv, read_tensorboard, read_trackio, record, validation, write_killed_run
+from tracked import (
+    assert_same,
+    merge,
+    read_csv,
+    read_tensorboard,
+    read_trackio,
+    record,
+    validation,
+    write_killed_run,
+)
 
 
 def _follower(run_path: Path, tracker: str = "csv") -> Follower:

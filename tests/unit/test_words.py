@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import time
 import warnings
@@ -246,6 +247,35 @@ def test_a_slow_rate_is_said_in_seconds_and_not_as_zero() -> None:
     slot = Slot(pid=1, phase="doctor", done=3, total=26, unit="probes", phase_since_ns=time.monotonic_ns())
     said = line(Status("d", slot=slot, rate=0.31))
     assert "3.2 s each" in said and "0 probes/s" not in said
+
+
+def test_an_import_has_a_spinner_and_what_it_took_the_last_time(tmp_path: Path) -> None:
+    for name, t in (("before", 41.0), ("now", 0.0)):
+        (tmp_path / name).mkdir()
+        phase = {
+            "type": "phase",
+            "state": "end",
+            "name": "import",
+            "path": "import",
+            "t": 1.7e9,
+            "seconds": t,
+            "done": 0,
+            "unit": "",
+        }
+        (tmp_path / name / "events.jsonl").write_text(json.dumps(phase) + "\n" if t else "")
+    observer = Observer(RunDir(tmp_path / "now"), [], Budget())
+    slot = Slot(pid=1, phase="import", phase_since_ns=time.monotonic_ns() - int(3e9))
+    observer.look(slot, None, 0.0, 3.0)
+    assert "import" in line(observer.status) and "(last time 41 s)" in line(observer.status)
+    drawn = Live(io.StringIO())  # type: ignore[arg-type]
+    drawn.console.size = ConsoleDimensions(100, 12)
+    seen = set()
+    for _ in range(4):
+        drawn.frame(observer.status)
+        (head,) = drawn.console.render_lines(drawn._draw(observer.status))
+        seen.add(head[0].text[0])
+    drawn.close()
+    assert seen == set("◐◓◑◒")
 
 
 def _shown(page: Page, stream: io.StringIO, status: Status, size: ConsoleDimensions) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 from lamplighter import first_words
@@ -60,7 +60,7 @@ _MEANT = {
     "generate RUN --interactive": "chat talk",
     "generate RUN": "sample infer inference predict complete",
     "dash": "dashboard ui web board",
-    "track RUN --to": "tensorboard wandb trackio csv sync",
+    "track RUN --to": "tensorboard wandb trackio mlflow csv sync",
     "compare RUN RUN": "diff versus",
     "stop RUN": "kill cancel end abort",
     "sweep --over NAME=A,B": "search tune hpo grid hyperparameters",
@@ -153,9 +153,15 @@ def _run_verb(words: list[str]) -> int:
     if "--help" in ours or "-h" in ours:
         return _verb_help(verb)
     has_result = verb not in _TALK_ON_STDOUT or "--" in words or "--print-config" in words
-    first_words.begin(2 if has_result else 1, verb)
+    if has_result or verb not in ("train", "demo") or not _follows(os.environ):
+        first_words.begin(2 if has_result else 1, verb)
     act: Callable[[list[str]], int] = getattr(import_module(f"lamplighter.commands.{VERBS[verb]}"), verb)
     return act(words[1:])
+
+
+def _follows(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun or srun have started another process of this node, which speaks for all (commands/launched.py)."""
+    return any(environ.get(name, "0") not in ("", "0") for name in ("LOCAL_RANK", "SLURM_LOCALID"))
 
 
 def write(fd: int, text: str) -> None:

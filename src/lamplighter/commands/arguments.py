@@ -113,7 +113,13 @@ def _places(verb: str, parameters: Mapping[str, Parameter], loose: list[str], ki
             found[name] = _convert(verb, name.upper(), loose[0], kinds[name]) if loose else one.default
             loose = loose[1:]
     if loose:
-        raise _misused(verb, f"Unused Tokens: {loose}.")
+        names = [name.upper() for name, one in parameters.items() if one.kind is one.POSITIONAL_ONLY]
+        takes = f"{' and '.join(names)} alone" if names else "no word"
+        raise UsageError(
+            f"{' '.join(loose)}: nothing is expected here",
+            f"lamp {verb} takes {takes} beside its flags",
+            f"lamp {verb} --help",
+        )
     return found
 
 

@@ -18,7 +18,7 @@ from lamplighter import report
 from lamplighter.commands.arguments import find_run, parse
 from lamplighter.commands.model_folder import base_given, is_model_folder
 from lamplighter.errors import DONE, BadConfig, UsageError
-from lamplighter.export.place import sweep, written
+from lamplighter.export.place import refuse_taken, sweep, written
 from lamplighter.rundir import RunDir, human_bytes, write_atomic
 
 if TYPE_CHECKING:
@@ -109,10 +109,28 @@ def export_child(_: RunDir, request: dict[str, Any]) -> int:
         report.note("--merge: there is no adapter to merge")
     if is_adapter and merged:
         report.note("the adapter is merged into its base, in fp32")
+    _refuse_early(request, merged)
     opened = open_model(folder, request["name"], request["model_init_from"], request["command"])
     made = {"hf": _to_hf, "gguf": _to_gguf, "ollama": _to_ollama}[request["to"]](opened, request, merged)
     report.result(f"{made}\n")
     return DONE
+
+
+def _refuse_early(request: dict[str, Any], merged: bool) -> None:
+    """What needs no model to be known: it may take minutes to open."""
+    refuse_taken(_place(request, _ending(request, merged)), request["force"])
+    if request["to"] != "hf":
+        from lamplighter.export import gguf_file, llama_cpp
+
+        llama_cpp.require()
+        if request["quantize"] not in gguf_file.QUANTS:
+            _llama_quantize(request["quantize"])
+
+
+def _ending(request: dict[str, Any], merged: bool) -> str:
+    if request["to"] == "hf":
+        return "-hf" if merged else "-adapter"
+    return "-ollama" if request["to"] == "ollama" else f"-{request['quantize']}.gguf"
 
 
 def _place(request: dict[str, Any], ending: str) -> Path:
@@ -131,7 +149,7 @@ def _to_hf(opened: Opened, request: dict[str, Any], merged: bool) -> Path:
         raise UsageError(
             f"--quantize {quantize} is for a merged model", "an adapter is small and stays in fp32", "--merge"
         )
-    place = _place(request, "-hf" if merged else "-adapter")
+    place = _place(request, _ending(request, merged))
     need = int(opened.built.parameters * {"f32": 4, "f16": 2, "bf16": 2}[quantize] * 1.02) if merged else 64 << 20
     with written(place, need, request["force"]) as temporary:
         if merged:
@@ -146,8 +164,8 @@ def _to_hf(opened: Opened, request: dict[str, Any], merged: bool) -> Path:
     return place
 
 
-def _to_gguf(opened: Opened, request: dict[str, Any], _: bool) -> Path:
-    place = _place(request, f"-{request['quantize']}.gguf")
+def _to_gguf(opened: Opened, request: dict[str, Any], merged: bool) -> Path:
+    place = _place(request, _ending(request, merged))
     _make_gguf(opened, request, place)
     size = human_bytes(place.stat().st_size)
     here, again = shlex.quote(str(place)), shlex.join(["lamp", "export", request["given"], "--to", "ollama"])
@@ -156,14 +174,13 @@ def _to_gguf(opened: Opened, request: dict[str, Any], _: bool) -> Path:
 
 
 def _make_gguf(opened: Opened, request: dict[str, Any], place: Path) -> None:
-    from lamplighter.export import gguf_file, llama_cpp
+    from lamplighter.export import gguf_file
     from lamplighter.export.pre_tokenizer import choose_pre_tokenizer
     from lamplighter.export.reference import DIRTY, make_reference
     from lamplighter.export.vocabulary import vocabulary_of
 
     quantize = request["quantize"]
     tool = None if quantize in gguf_file.QUANTS else _llama_quantize(quantize)
-    llama_cpp.require()
     gguf_file.refuse_family(opened.built.config)
     vocabulary = vocabulary_of(opened.tokenizer, opened.built.vocab_size)
     need = gguf_file.needed_bytes(opened, "f32" if tool else quantize) * (2 if tool else 1)
@@ -265,11 +282,11 @@ def _by_llama_quantize(tool: str, path: Path, quantize: str) -> None:
         target.unlink(missing_ok=True)
 
 
-def _to_ollama(opened: Opened, request: dict[str, Any], _: bool) -> Path:
+def _to_ollama(opened: Opened, request: dict[str, Any], merged: bool) -> Path:
     """A folder with the file and its Modelfile; created in Ollama too, where one answers."""
     from lamplighter.export import modelfile, ollama
 
-    place = _place(request, "-ollama")
+    place = _place(request, _ending(request, merged))
     name = re.sub(r"[^a-z0-9._-]+", "-", request["name"].lower()).strip("-.") or "model"
     file_name = f"{name}-{request['quantize']}.gguf"
     text = modelfile.modelfile(file_name, opened.template)  # before anything is written: it may not be possible

@@ -18,7 +18,7 @@ usage: lamp VERB ...
   compare RUN RUN...      losses, speed, cost and settings beside each other; what may be said of the difference
   report RUN              the run as one HTML file (report.html), and its curves (curves.svg)
   dash                    a web page over all runs, live
-  track RUN --to NAME     tell TensorBoard, W&B, trackio or a CSV file all about a run, once, in order
+  track RUN --to NAME     tell TensorBoard, W&B, trackio, MLflow or a CSV file all about a run, once, in order
   checkpoints RUN         step, losses, size, age, valid or not
   generate RUN|DIR        text from a model, a conversation, many prompts from a file
   eval RUN|DIR            how good it is: HellaSwag, LAMBADA, MMLU, ARC, your own tasks, with standard errors and chance
@@ -69,7 +69,7 @@ Writes report.html (one file, no server, the same panels as lamp dash) and curve
 does at its end.
 """,
     "track": """\
-usage: lamp track RUN --to tensorboard|wandb|trackio|csv ... [--project NAME] [--name NAME] [--tags TAG ...]
+usage: lamp track RUN --to tensorboard|wandb|trackio|mlflow|csv ... [--project NAME] [--name NAME] [--tags TAG ...]
                   [--group NAME] [--offline] [--no-follow] [--runs-dir DIR]
 
 Sends each step once, in order; what was sent before is not sent again. A run that goes on is followed to its end

@@ -36,6 +36,14 @@ _TOKENS = 120
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Which ones a model's texts were written by: of a run a checkpoint and its step."""
+
+    name: str
+    step: int | None
+
+
+@dataclass(frozen=True)
 class BlindPair:
     """One prompt and both answers; `order` says which model's stands first."""
 
@@ -56,6 +64,7 @@ class Comparison:
     names: tuple[str, str]
     pairs: list[BlindPair]
     chosen: dict[int, int]  # pair -> 0, 1 or 2 (neither), by model
+    weights: tuple[Weights, Weights]  # that wrote the texts
 
     def left(self) -> Iterator[BlindPair]:
         return (pair for pair in self.pairs if pair.number not in self.chosen)
@@ -129,7 +138,8 @@ def _prompts(path: str | None) -> list[str]:
 
 def opened(folder: Path, names: tuple[str, str]) -> Comparison:
     """The pairs of a folder, and what was chosen before; which model stands first is drawn once, by the folder's name."""
-    rows = read_record(folder / "texts.json").get("pairs", [])
+    record = read_record(folder / "texts.json")
+    rows = record.get("pairs", [])
     draw = random.Random(folder.name)
     pairs = []
     for number, row in enumerate(rows):
@@ -137,7 +147,12 @@ def opened(folder: Path, names: tuple[str, str]) -> Comparison:
         pairs.append(BlindPair(number, str(row["prompt"]), (str(row["texts"][0]), str(row["texts"][1])), order))
     draw.shuffle(pairs)
     chosen = {line["pair"]: line["winner"] for line in read_lines(folder / "choices.jsonl") if line.get("winner") in (0, 1, 2)}  # fmt: skip
-    return Comparison(folder, names, pairs, {n: w for n, w in chosen.items() if 0 <= n < len(pairs)})
+    first, second = (_weights(name, one) for name, one in zip(names, record.get("weights") or ({}, {}), strict=True))
+    return Comparison(folder, names, pairs, {n: w for n, w in chosen.items() if 0 <= n < len(pairs)}, (first, second))
+
+
+def _weights(model: str, record: Mapping[str, Any]) -> Weights:
+    return Weights(str(record.get("name") or Path(model).name), record.get("step"))
 
 
 def _choose_by_terminal(comparison: Comparison) -> None:
@@ -174,7 +189,8 @@ def conclude(comparison: Comparison, both: list[dict[str, Any]]) -> dict[str, An
         score: TaskScore = mean_score("win_rate", mine, 0.5)
         other = comparison.names[1 - side]
         task = Task(f"human-vs-{Path(other).name}", "generate", tuple(TaskItem(p.prompt, ()) for p in comparison.pairs), comparison.folder, comparison.folder.name, "{prompt}")  # fmt: skip
-        subject = Subject(Path(both[side]["model"]), Path(comparison.names[side]).name, None, "")
+        wrote = comparison.weights[side]
+        subject = Subject(Path(both[side]["model"]), wrote.name, wrote.step, "")
         low, high = wilson(sum(mine), len(mine))
         records.append(write_result(
             Path(both[side]["place"]) / "evaluations", f"{task.name}-{comparison.folder.name}", subject, task, [score],
@@ -211,12 +227,14 @@ def human_child(_: RunDir, request: dict[str, Any]) -> int:
         if request["threads"]:
             torch.set_num_threads(request["threads"])
     written: list[dict[int, str]] = []
+    weights: list[dict[str, Any]] = []
     for one in request["both"]:
         [folder] = folders_of(Path(resolved_model(one["model"])), request["checkpoint"])
         candidate = load_candidate(folder, {**request, "place": one["place"], "chat": True})
+        weights.append({"name": candidate.subject.name, "step": candidate.subject.step})
         manner = Manner(Path(request["folder_of_pairs"]), chat=True)
         how = HowLong(_TOKENS, Choice(0.8, 0, 0.95))
         written.append(dict(write_texts(candidate, "write", list(enumerate(request["prompts"])), manner, how)))
     pairs = [{"prompt": prompt, "texts": [written[0][n], written[1][n]]} for n, prompt in enumerate(request["prompts"])]
-    write_json(Path(request["folder_of_pairs"]) / "texts.json", {"format": 1, "pairs": pairs})
+    write_json(Path(request["folder_of_pairs"]) / "texts.json", {"format": 1, "weights": weights, "pairs": pairs})
     return DONE

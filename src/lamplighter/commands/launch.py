@@ -31,6 +31,9 @@ from lamplighter.rundir import cannot_write, write_atomic
 NOTICE_S = 120  # between TERM and the end
 _HEAD = "# Written by lamp launch"  # who finds it may write over it
 _HOPELESS = [2, 65, 66, 74, 76, 77, 78]  # these need another input, not the same command again
+_OF_NODES = ("launch.nodes", "launch.rendezvous", "launch.node")
+_ACCELERATORS = re.compile(r"[A-Za-z][\w.-]*(:[1-9]\d*)?")
+_SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|(?i:infinite|unlimited)")
 _FOR_TRAIN = ("preset", "run", "runs_dir")
 
 
@@ -110,8 +113,11 @@ def _kubernetes_flags(
 
 def _job(words: list[str], function: Any) -> Job:
     """The settings, checked as `lamp train` checks them, and the words that give them again."""
+    if function is _kubernetes_flags and any(word.partition("=")[0] == "--nodes" for word in words):
+        raise UsageError("--nodes: for Kubernetes one pod is written", "several nodes are not", "--gpus N, or lamp launch slurm or sky --nodes N")  # fmt: skip
     rest, overrides = parse_overrides(words)
     flags = parse("launch", function, rest)
+    _refuse_counts(flags)
     if function is _kubernetes_flags and not isinstance(flags.get("image"), str):
         raise UsageError("--image is missing", "a pod runs an image that holds lamp", "--image REGISTRY/IMAGE:TAG")
     own_code.look_beside(flags["run_yaml"])
@@ -131,8 +137,46 @@ def _job(words: list[str], function: Any) -> Job:
     given += ["--test"] if flags["test"] else []
     for field, values in overrides.items():
         given += [f"--{field}", *values]
+    nodes = flags.get("nodes", 1)
+    _refuse_other_nodes(
+        resolved.run.launch.nodes, nodes, function, [field for field in _OF_NODES if field in overrides]
+    )
     gpus = int(flags["gpus"]) if str(flags["gpus"]).isdecimal() else _count_of(str(flags["gpus"]))
-    return Job(name, given, resolved.run, flags["run_yaml"], max(1, flags.get("nodes", 1)), gpus, flags)
+    return Job(name, given, resolved.run, flags["run_yaml"], nodes, gpus, flags)
+
+
+def _refuse_counts(flags: dict[str, Any]) -> None:
+    """What no scheduler could take: it would be refused when it is submitted, or wait for ever."""
+    for name, least in (("nodes", 1), ("gpus", 0), ("cpus", 0)):
+        value = flags.get(name, least)
+        if isinstance(value, int) and value < least:
+            raise UsageError(f"--{name} {value}", f"it is a number of {name} for each node" if least == 0 else "a job has at least one", f"--{name} {least} or more")  # fmt: skip
+    if isinstance(flags["gpus"], str) and flags["gpus"] and not _ACCELERATORS.fullmatch(flags["gpus"]):
+        raise UsageError(f"--gpus {flags['gpus']}", "SkyPilot reads NAME or NAME:COUNT", "--gpus A100:8")
+    if (time := flags.get("time")) and not _SLURM_TIME.fullmatch(time):
+        raise UsageError(
+            f"--time {time}",
+            "SLURM reads MINUTES, [HOURS:]MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]",
+            "--time 24:00:00",
+        )
+
+
+def _refuse_other_nodes(set_to: int, nodes: int, function: Any, given: list[str]) -> None:
+    """How many nodes there are is said once, by --nodes: what is written has the rest."""
+    if given:
+        named = ", ".join(f"--{field}" for field in given)
+        raise UsageError(
+            f"{named}: the file says that itself", "each node gets it when the job starts", "--nodes N instead"
+        )
+    if set_to in (1, nodes):
+        return
+    if function is _kubernetes_flags:
+        raise UsageError(f"launch.nodes is {set_to}, and for Kubernetes one pod is written", "several nodes are not", "launch.nodes 1 and --gpus N, or lamp launch slurm or sky")  # fmt: skip
+    raise UsageError(
+        f"launch.nodes is {set_to}, and the job would have {nodes}",
+        "the nodes would wait for each other",
+        f"--nodes {set_to}",
+    )
 
 
 def _count_of(accelerators: str) -> int:
@@ -160,7 +204,8 @@ def _slurm(words: list[str]) -> int:
     flags = job.flags
     path = _write(flags["output"] or Path(f"{job.name}.sbatch"), sbatch_script(job))
     if not flags["submit"]:
-        return _tell(path, f"sbatch {shlex.quote(str(path))}")
+        return _tell(job, path, f"sbatch {shlex.quote(str(path))}")
+    _warn_of_idle(job)
     return _submit(path)
 
 
@@ -233,7 +278,7 @@ def _sky(words: list[str]) -> int:
     job = _job(words, _sky_flags)
     path = _write(job.flags["output"] or Path(f"{job.name}.sky.yaml"), sky_yaml(job))
     secret = "--env LAMP_SECRET=$(openssl rand -hex 32) " if job.nodes > 1 else ""
-    return _tell(path, f"sky jobs launch {secret}{shlex.quote(str(path))}")
+    return _tell(job, path, f"sky jobs launch {secret}{shlex.quote(str(path))}")
 
 
 def sky_yaml(job: Job) -> str:
@@ -271,7 +316,7 @@ def sky_yaml(job: Job) -> str:
 def _kubernetes(words: list[str]) -> int:
     job = _job(words, _kubernetes_flags)
     path = _write(job.flags["output"] or Path(f"{job.name}.k8s.yaml"), kubernetes_yaml(job))
-    return _tell(path, f"kubectl apply -f {shlex.quote(str(path))}")
+    return _tell(job, path, f"kubectl apply -f {shlex.quote(str(path))}")
 
 
 def kubernetes_yaml(job: Job) -> str:
@@ -366,6 +411,22 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _tell(path: Path, command: str) -> int:
+def _warn_of_idle(job: Job) -> None:
+    """GPUs that would be paid for and have nothing to compute."""
+    from lamplighter.leaves import Division, leaf_size
+    from lamplighter.plan.ranks import idle_words
+
+    train = job.run.train
+    each = train.ranks if train.ranks != "auto" else job.gpus or 1
+    ranks = job.nodes * each
+    micro = train.micro_batch or leaf_size(train.batch_size, ranks)
+    if words := idle_words(Division(train.batch_size, micro, train.tree), ranks):
+        write(1, f"WARNING  {words}\n")
+    if job.gpus > each:
+        write(1, f"WARNING  train.ranks is {each}, and a node has {job.gpus} GPUs: {job.gpus - each} of them stay idle; train.ranks auto uses all\n")  # fmt: skip
+
+
+def _tell(job: Job, path: Path, command: str) -> int:
+    _warn_of_idle(job)
     write(1, f"made: {path}\nnext: {command}\n")
     return DONE

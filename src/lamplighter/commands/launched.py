@@ -22,6 +22,7 @@ from lamplighter.rundir import RunDir, is_running, read_status
 _LOOK_S = 0.5
 _PORTS = 1000  # jobs of one machine must not meet at the same one
 FIRST_PORT = 29511
+TORCHRUN, SRUN = LAUNCHERS = ("torchrun", "srun")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _by_torchrun(environ: Mapping[str, str]) -> Launch | None:
     node = _number(environ, "GROUP_RANK") if nodes > 1 else 0
     port = _number(environ, "MASTER_PORT")  # torchrun's own store is there
     return Launch(
-        "torchrun",
+        TORCHRUN,
         int(environ["LOCAL_RANK"]),
         here,
         nodes,
@@ -85,9 +86,7 @@ def _by_srun(environ: Mapping[str, str]) -> Launch | None:
     here = each[node] if node < len(each) else max(1, tasks // nodes)
     names = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     port = FIRST_PORT + _number(environ, "SLURM_JOB_ID") % _PORTS
-    return Launch(
-        "srun", int(environ["SLURM_LOCALID"]), here if here > 1 else None, nodes, node, first_host(names), port
-    )
+    return Launch(SRUN, int(environ["SLURM_LOCALID"]), here if here > 1 else None, nodes, node, first_host(names), port)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

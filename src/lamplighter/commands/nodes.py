@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lamplighter import first_words
 from lamplighter.commands.launched import Launch
-from lamplighter.errors import LEFT_AT_ONCE, BadConfig, LampError, StoppedEarly, UsageError
+from lamplighter.errors import LEFT_AT_ONCE, BadConfig, ChildLost, LampError, StoppedEarly, UsageError
 from lamplighter.rundir import (
     CACHE_NAME,
     VERSIONS,
@@ -207,7 +207,9 @@ class FirstNode:
         from lamplighter.watch import meeting
 
         known = meeting.secret_of(run, os.environ, secret, first=True)
-        kept = "" if "LAMP_SECRET" in os.environ or secret else f"; their secret is in {meeting.secret_file(run)}"
+        kept = ""
+        if "LAMP_SECRET" not in os.environ and not secret:
+            kept = f"; their secret is in {meeting.secret_file(run)}: one that does not see this file needs LAMP_SECRET with what it holds"
         os.environ.pop("LAMP_SECRET", None)  # nobody that we start needs it
         assert known is not None
         console.say(f"note  node 0 of {nodes.count}: the others meet this one at {nodes.address}{kept}")
@@ -293,7 +295,13 @@ class FirstNode:
     def close(self, code: int, words: str) -> None:
         """Those who came, and were never given ranks, end with us."""
         if not self.began:
-            self.meeting.dismiss(code, words, _DISMISS_S)
+            missing = self.meeting.missing if code != ChildLost.code else 0  # they have not come in all that time
+            if missing:
+                who = "the other node" if missing == 1 else f"the other {missing} nodes"
+                self.console.say(
+                    f"note  {who} shall hear of it: waiting {_DISMISS_S:.0f} s for {'it' if missing == 1 else 'them'}"
+                )
+            self.meeting.dismiss(code, words, _DISMISS_S if missing else 0.0)
         self.meeting.close()
 
 

@@ -87,7 +87,7 @@ def plan(words: list[str]) -> int:
 
         request = {"wanted": asdict(wanted), "measure": flags["measure"], "fit": flags["fit"]}
         return session("plan", request, config=dump(resolved))
-    text, code = render.page(resolved.run, wanted)
+    text, code = render.page(with_local_model(resolved.run), wanted)
     result(text)
     return code
 

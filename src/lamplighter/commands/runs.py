@@ -57,7 +57,8 @@ def _watch(runs_dir: Path) -> int:
 
 def _rows(runs_dir: Path) -> list[dict[str, Any]]:
     rows = []
-    for path in runs_dir.glob("*/events.jsonl"):
+    folders = {path.parent: path for name in ("status.json", "events.jsonl") for path in runs_dir.glob(f"*/{name}")}
+    for path in folders.values():  # while a run waits for its nodes it has a status alone
         run = RunDir(path.parent)
         status = read_status(run)
         running = is_running(run)

@@ -19,6 +19,7 @@ from lamplighter.commands.standby import wait_for_turn
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.errors import BadConfig
 from lamplighter.model.origin import with_local_model
+from lamplighter.plan.job import refuse_unknown_targets
 from lamplighter.rundir import CACHE_NAME, NUMERICS, RunDir, newest_first, read_last_lines, step_of, version_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
     """The start-up phases: data, tokenizer, cache, import (torch), plan, model, resume."""
     cache = Path(request.get("cache") or folder.path.parent / CACHE_NAME)
     run = with_local_model(run, folder.path)
+    begins = not newest_first(folder.checkpoints)  # a run of an earlier version may name more layers than there are
+    if begins:
+        refuse_unknown_targets(run)
     source, tokenizer = open_text(run, cache)
     text = OpenedText(source, tokenizer, choose_template(run, source, tokenizer))
     lay_out = open_batches(run, folder.path, cache, text)
@@ -75,7 +79,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
     own = None
     if is_built_first(run):  # only its own code knows its size, or whether it keeps examples apart: planned then
         with report.phase("model"):
-            own = _build_model(run, tokenizer)
+            own = _build_model(run, tokenizer, begins)
             _say_packing(own, text.chat)
             _settle_tokenizer(own, tokenizer)
     batches = lay_out(own is None or own.takes_segments)
@@ -96,7 +100,7 @@ def prepare(run: Run, folder: RunDir, request: dict[str, Any]) -> tuple[RunConte
             leads=world.leads,
         )
     with report.phase("model" if own is None else "optimizer"):
-        built = own or _build_model(run, tokenizer)
+        built = own or _build_model(run, tokenizer, begins)
         if run.train.recompute:
             report.note(f"activations of {recompute_blocks(built.model)} blocks are computed again (train.recompute)")
         batches.check_ids(built.vocab_size)
@@ -246,13 +250,13 @@ def _meet(context: RunContext, state: TrainState, met: bool, job: Job) -> None:
 
     world = context.world
     join(context, state, met)
-    leaves = math.ceil(context.run.train.batch_size / (context.run.train.micro_batch or context.run.train.batch_size))
     lazy = idle_words(job, world.size)
     idle = f"; {lazy}" if lazy else ""
     how = "summed by one tree: the bits of a single rank"
     if context.run.train.reduction == "native":
         how = f"summed by torch's all_reduce (train.reduction native): the same bits on {world.size} ranks alone"
-    report.note(f"{world.size} ranks, {leaves} micro-batches a step {how}{idle}")
+    leaves = f"{job.accumulation} micro-batch{'es' if job.accumulation > 1 else ''}"
+    report.note(f"{world.size} rank{'s' * (world.size > 1)}, {leaves} a step {how}{idle}")
 
 
 def _probe_exactness(
@@ -314,11 +318,15 @@ def _recorded(run: Run, where: Machine, data: DataFacts, steps: int, chat: ChatT
     return recorded
 
 
-def _build_model(run: Run, tokenizer: Tokenizer) -> Built:
+def _build_model(run: Run, tokenizer: Tokenizer, begins: bool) -> Built:
     from lamplighter.model.build import build
+    from lamplighter.model.lora import check_targets
 
     sizes = (tokenizer.vocab_size, run.data.seq_len, tokenizer.end_of_text, run.train.seed)
-    return build(run.model, *sizes, lora=run.lora)
+    built = build(run.model, *sizes, lora=run.lora)
+    if begins and built.adapter is not None:
+        check_targets(built.model, run.lora.targets)
+    return built
 
 
 def _say_packing(built: Built, chat: ChatTemplate | None) -> None:
@@ -433,7 +441,7 @@ def _resume(context: RunContext, state: TrainState, found: Path) -> None:
     moved = checkpoint.go_back(root, state.progress) if context.world.leads else []  # one of the ranks moves files
     if moved:
         report.note(f"set aside (not deleted): {', '.join(moved)}")
-    _say_resumed(context, state, found.name)
+    _say_resumed(context, state, found.name, before)
 
 
 def _resume_from_memory(context: RunContext, state: TrainState, kept: Restored) -> None:
@@ -445,7 +453,7 @@ def _resume_from_memory(context: RunContext, state: TrainState, kept: Restored) 
     context.optimizer.load_state_tensors(kept.optimizer)
     _go_on(context, state, checkpoint.progress_of(kept.progress), kept.facts)
     state.from_disk = False
-    _say_resumed(context, state, "memory")
+    _say_resumed(context, state, "memory", kept.facts)
 
 
 def _go_on(context: RunContext, state: TrainState, progress: Progress, before: dict[str, Any]) -> None:
@@ -468,25 +476,31 @@ def _go_on(context: RunContext, state: TrainState, progress: Progress, before: d
     if (size := context.world.size) != (then_size := before.get("ranks", size)):
         native = context.run.train.reduction == "native"
         words = "no longer bit-identical (train.reduction native)" if native else "with the same bits"
-        report.note(f"{then_size} ranks then, {size} now: from step {progress.step + 1} on {words}")
+        report.note(
+            f"{then_size} rank{'s' * (then_size > 1)} then, {size} now: from step {progress.step + 1} on {words}"
+        )
     if (now := context.shards is not None) != before.get("sharded", now):
         report.note(f"{'replicated then, sharded' if now else 'sharded then, replicated'} now, with the same bits")
     if before.get("compiled", state.compiled) != state.compiled:
         then, is_now = ("compiled", "uncompiled") if before["compiled"] else ("uncompiled", "compiled")
         report.warn(f"it was {then}, is {is_now}: from step {progress.step + 1} on no longer bit-identical")
-    if before.get("steps") not in (None, state.steps):
+    if _has_other_schedule(state, before):
         report.warn(
             f"the run was planned for {before['steps']} steps, now {state.steps}: the schedule changes from here"
         )
 
 
-def _say_resumed(context: RunContext, state: TrainState, where: str) -> None:
+def _has_other_schedule(state: TrainState, before: dict[str, Any]) -> bool:
+    return before.get("steps") not in (None, state.steps)
+
+
+def _say_resumed(context: RunContext, state: TrainState, where: str, before: dict[str, Any]) -> None:
     from lamplighter.train.exactness import Redone
 
     step = state.progress.step
     report.note(f"resumed from {where}: step {step + 1} is next")
     records = list(read_last_lines(context.folder.metrics))
-    state.redone = Redone.of(records, step)
+    state.redone = Redone() if _has_other_schedule(state, before) else Redone.of(records, step)
     reached = max((r["step"] for r in records if "train/loss" in r and isinstance(r.get("step"), int)), default=0)
     report.event("resumed", step=step, path=where, redone_steps=max(0, reached - step))
 

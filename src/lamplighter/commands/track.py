@@ -1,6 +1,6 @@
 """lamp track: tell a tracker all about a run, one that has ended or one that goes on.
 
-In:  a run's name, and where to: tensorboard, wandb, trackio, csv.
+In:  a run's name, and where to: tensorboard, wandb, trackio, mlflow, csv.
 Out: the tracker's own runs; each step once, also where some of it was sent before. A run that goes on is followed to its end.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lamplighter.watch.trackers.follower import TrackerState
 
 _LOOK_S = 0.5
-_TRACKERS = ("tensorboard", "wandb", "trackio", "csv")
+_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "csv")
 
 
 def _track_flags(
@@ -142,7 +142,7 @@ def _say_made(run: RunDir, to: str, now: TrackerState) -> None:
             f"{to} did not take all of {run.name}", now.problem or "it gave no reason", f"later: lamp track {run.address} --to {to}"
         )  # fmt: skip
     where = now.url or {"tensorboard": f"tensorboard --logdir {run.path / 'track' / 'tensorboard'}", "csv": str(run.path / "track" / "csv"),
-                        "trackio": "trackio show", "wandb": f"wandb sync {run.path}/track/wandb/wandb/offline-run-*"}[to]  # fmt: skip
+                        "trackio": "trackio show", "mlflow": f"mlflow ui --backend-store-uri sqlite:///{run.path.parent / '.mlflow' / 'mlflow.db'}", "wandb": f"wandb sync {run.path}/track/wandb/wandb/offline-run-*"}[to]  # fmt: skip
     runs = "" if now.branch == 1 else f" in {now.branch} linked runs"
     report.result(f"made: {now.entries:,} records up to step {now.step}{runs} in {to}; next: {where}\n")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lamplighter import own_code, report
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse, refuse_controls
-from lamplighter.commands.launched import Launch, follow, launch_of
+from lamplighter.commands.launched import LAUNCHERS, Launch, follow, launch_of
 from lamplighter.errors import CRASHED, DONE, BadConfig, LampError, RefusedByPlan, UsageError
 from lamplighter.leaves import leaf_size
 from lamplighter.rundir import (
@@ -121,7 +121,8 @@ def _for_launch(resolved: Resolved, launch: Launch | None) -> Resolved:
             "a rank is a process of the launcher's",
             "leave train.ranks out",
         )
-    return replace(resolved, run=replace(resolved.run, train=replace(train, ranks=launch.ranks)))
+    run = replace(resolved.run, train=replace(train, ranks=launch.ranks))
+    return replace(resolved, run=run, origin={**resolved.origin, "train.ranks": launch.by})
 
 
 def run_name(flags: dict[str, Any]) -> str:
@@ -177,6 +178,8 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         from lamplighter.procs.nvml import count_ranks
 
         here, why = count_ranks(resolved.run.train.ranks, resolved.run.train.device)
+        if (launcher := given.origin.get("train.ranks")) in LAUNCHERS:
+            why = f"{launcher} has started as many processes; the first starts the ranks and replaces one that dies, the others wait for its end"
         card = first.card(given, here) if first else None
         arrivals = first.gather(card) if first and card else []
         ranks = here + sum(one.card.ranks for one in arrivals)
@@ -254,7 +257,7 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             run.config.unlink(missing_ok=True)  # they were not: the right ones must not be refused for these
         return code
     except LampError as error:
-        code, ended = error.code, error.what
+        code, ended = error.code, f"{error.what}: {error.why}" if error.why else error.what
         raise
     except OSError as error:
         raise cannot_write(run.path, error) from error

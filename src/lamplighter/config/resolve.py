@@ -308,7 +308,7 @@ def reaches_out(name: str, value: Any) -> bool:
             ":" in str(path) for path in (value if isinstance(value, list) else [value])
         )  # URL, dataset:, source:
     if name == "track.to":
-        return any(one in ("wandb", "trackio") for one in (value if isinstance(value, list) else [value]))
+        return any(one in ("wandb", "trackio", "mlflow") for one in (value if isinstance(value, list) else [value]))
     return (name in ("data.source", "watch.notify", "save.mirror") and value is not None) or (
         name == "model.family" and ":" in str(value)
     )
@@ -370,6 +370,8 @@ def validate(values: dict[str, Any], origin: dict[str, str]) -> Run:
 
         if isinstance(error, ValidationError):
             raise _explain(error, values, origin) from None
+        if len(error.args) == 3:  # what, why, what to try
+            raise BadConfig(*error.args) from None
         raise BadConfig(
             str(error), "the sections do not fit together", "change one of the two and start again"
         ) from None
@@ -385,9 +387,10 @@ def _plain_int(name: str, value: Any) -> Any:
 
 
 def _explain(error: ValidationError, values: dict[str, Any], origin: dict[str, str]) -> LampError:
-    first = error.errors(include_url=False)[0]
+    first, *more = error.errors(include_url=False)
     name = ".".join(str(part) for part in first["loc"][:2])
-    message, info = first["msg"], fields().get(name)
+    others = [one["msg"].removeprefix("Input should be ") for one in more if one["loc"][:2] == first["loc"][:2]]
+    message, info = ", or ".join([first["msg"], *others]), fields().get(name)
     if info is None:
         return _unknown(name, origin.get(name, ""), BadConfig)
     advice = info.advice or f"the default is {info.default}"

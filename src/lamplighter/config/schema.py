@@ -327,6 +327,9 @@ class Watch:
     stop_grace_s: float = _value(30.0, "how long a stop may take before the process is killed", ge=1)
 
 
+_MEET = "an address of node 0: --launch.rendezvous 10.0.0.1:29511"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """The processes of a run."""
@@ -349,8 +352,12 @@ class Launch:
     def __post_init__(self) -> None:
         if self.nodes > 1 and self.rendezvous is not None:
             host, _, port = self.rendezvous.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise ValueError(f"launch.rendezvous is HOST:PORT, and not {self.rendezvous}")
+            if not host or not port.isdecimal():
+                raise ValueError(f"launch.rendezvous {self.rendezvous} will not do", "it is HOST:PORT", _MEET)
+            if not 0 < int(port) < 65536:
+                raise ValueError(
+                    f"launch.rendezvous {self.rendezvous} will not do", "a port is a number from 1 to 65535", _MEET
+                )
         if self.node is not None and self.node >= self.nodes:
             raise ValueError(f"launch.node {self.node}: they count from 0, and launch.nodes is {self.nodes}")
 
@@ -401,14 +408,14 @@ class Budget:
 class Track:
     """Experiment trackers that follow the run, each in a process of its own."""
 
-    to: list[Literal["tensorboard", "wandb", "trackio", "csv"]] = _value(  # noqa: RUF009
-        [], "trackers that follow the run: tensorboard, wandb, trackio, csv; none = none"
+    to: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "csv"]] = _value(  # noqa: RUF009
+        [], "trackers that follow the run: tensorboard, wandb, trackio, mlflow, csv; none = none"
     )
     project: str | None = _value(None, "the tracker's project; none = its environment variable, else lamplighter")
     name: str | None = _value(None, "the tracker run's name; none = the run's name")
     tags: list[str] = _value([], "tags of the tracker run")  # noqa: RUF009
     group: str | None = _value(None, "the group of tracker runs that it belongs to")
-    offline: bool = _value(False, "W&B: write to a folder and send nothing; wandb sync sends it")
+    offline: bool = _value(False, "W&B and MLflow: write to a folder and send nothing; wandb sync sends it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -319,7 +319,7 @@ def _ledger(times: time_report.TimeReport) -> dict[str, Any]:
     return {
         "wall_s": times.wall_s,
         "attempts": times.attempts,
-        "redone_steps": times.redone_steps,
+        "redone_steps": times.redone_steps + times.returned_steps,
         "parts": [{"name": clean(name), "seconds": seconds} for name, seconds in parts if seconds > 0][:40],
         "unexplained_s": times.unexplained_s,
     }

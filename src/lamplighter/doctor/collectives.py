@@ -25,7 +25,7 @@ from lamplighter.doctor.probe import Finding, ProbeContext, fault, first_line, o
 from lamplighter.doctor.runner import patience
 from lamplighter.errors import LampError
 from lamplighter.plan.job import Job, job_of, known_shape, shape_of
-from lamplighter.plan.ranks import idle, reduction_sets, without_idle
+from lamplighter.plan.ranks import division_words, idle, reduction_sets, without_idle
 from lamplighter.procs import nvml, procfs
 from lamplighter.procs.child import Child, Say
 from lamplighter.rundir import human_bytes
@@ -227,7 +227,7 @@ def ranks_of_run(context: ProbeContext) -> Iterator[Finding]:
     count = max(2, wanted)
     job = _job(context, count)
     if lazy := idle(job, count) if wanted > 1 else 0:
-        what = f"{lazy} of {count} ranks would stay idle: a step has {job.accumulation} micro-batches to share out"
+        what = f"{lazy} of {count} ranks would stay idle: a step has {division_words(job)} to share out"
         yield warn(
             what,
             f"train.micro_batch {job.micro_batch}, train.tree {job.tree}",

@@ -19,7 +19,7 @@ import torch
 
 from lamplighter.config import Model, Run
 from lamplighter.data.batch_source import BatchSource
-from lamplighter.data.batches import NO_TARGET, Batch
+from lamplighter.data.batches import NO_TARGET, Batch, Pairs
 from lamplighter.data.setup import OpenedText, choose_template, open_batches, open_text
 from lamplighter.data.tokenizer import Tokenizer
 from lamplighter.doctor.probe import (
@@ -37,13 +37,14 @@ from lamplighter.doctor.probe import (
 from lamplighter.doctor.sample_data import SampledRun, take
 from lamplighter.errors import BadData, LampError
 from lamplighter.model.build import Built, build
+from lamplighter.model.lora import adapters_of, check_targets
 from lamplighter.model.shape import count_parameters, hidden_parameters
 from lamplighter.plan.job import known_shape, shape_of
 from lamplighter.procs import procfs
 from lamplighter.rundir import human_bytes
 from lamplighter.train import hardware as machines
-from lamplighter.train import optimizers
-from lamplighter.train.gradients import batch_loss
+from lamplighter.train import optimizers, preference
+from lamplighter.train.gradients import answer_nats, batch_loss
 from lamplighter.train.hardware import Machine
 
 _STEP_S = 1.5  # about so long may one forward and backward of a probe take
@@ -75,12 +76,20 @@ class ModelFixture:
         return self.built.model
 
     @property
+    def rows_each(self) -> int:
+        """Of a preference pair whose answers stand in rows of their own: two."""
+        return self.batch.pairs.rows_each if self.batch.pairs is not None else 1
+
+    @property
     def rows(self) -> int:
         """Of a micro-batch."""
-        return self.run.train.micro_batch or self.run.train.batch_size
+        return (self.run.train.micro_batch or self.run.train.batch_size) * self.rows_each
 
     def piece(self, rows: int, length: int | None = None) -> Batch:
-        """The first rows of the batch, again and again where it has fewer; and of them the first positions."""
+        """The first rows of the batch, again and again where it has fewer; and of them the first positions.
+
+        Preference pairs, which cannot be cut, become the tokens of their answers: as much work, and what tells a sound model.
+        """
         batch, end = self.batch, length or self.batch.inputs.shape[1]
         which = np.arange(rows) % len(batch.inputs)
         inputs, targets = batch.inputs[which, :end], batch.targets[which, :end]
@@ -169,6 +178,8 @@ def _prepare(context: ProbeContext, quick_dtype: bool) -> ModelFixture:
     machine = machines.detect(section, shape=known_shape(run))
     layers = _layers_that_fit(run, vocab_size, remarks)
     built = build(layers, vocab_size, run.data.seq_len, end_of_text, run.train.seed, lora=run.lora)
+    if built.adapter is not None:
+        check_targets(built.model, run.lora.targets)
     built.model.to(machine.device)
     built.model.train()
     if data is None:
@@ -269,6 +280,9 @@ def _examine(fixture: ModelFixture, context: ProbeContext) -> Iterator[Finding]:
     first.backward()  # type: ignore[no-untyped-call]
     yield _gradients(fixture)
     fixture.model.zero_grad(set_to_none=True)
+    if fixture.batch.pairs is not None:
+        context.now("the first loss of pairs")
+        yield _first_loss_of_pairs(fixture, fixture.batch.pairs)
     context.now("a change at t must move nothing before t")
     yield _causality(fixture)
     yield _same_answer_twice(fixture)
@@ -279,7 +293,8 @@ def first_loss(fixture: ModelFixture, loss: float) -> Finding:
     """A model that knows nothing gives every token the same chance: ln(vocab)."""
     guess, given = math.log(fixture.built.vocab_size), fixture.run.model.init_from
     figures = {"loss": loss, "ln_vocab": guess}
-    what = f"the first loss is {loss:.3f}, ln(vocab {fixture.built.vocab_size:,}) = {guess:.3f}"
+    of = " of the answers' tokens" if fixture.run.train.objective == "dpo" else ""
+    what = f"the first loss{of} is {loss:.3f}, ln(vocab {fixture.built.vocab_size:,}) = {guess:.3f}"
     if not math.isfinite(loss):
         why, advice = "not a number before any step", "check the init, and divisions and logarithms in the model"
         return fault(what, why, advice, "nan_batch")
@@ -297,9 +312,44 @@ def first_loss(fixture: ModelFixture, loss: float) -> Finding:
     return ok(f"{what}: as of a model that knows nothing", figures=figures)
 
 
+def _first_loss_of_pairs(fixture: ModelFixture, pairs: Pairs) -> Finding:
+    """Measured against itself a model prefers nothing: ln 2, and the gradient lifts the chosen answers."""
+    few = slice(0, min(len(fixture.batch.inputs), _ROWS * pairs.rows_each))
+    whole = fixture.run.train.loss == "whole"
+    fixture.model.eval()  # without dropout, as the reference is made
+    nats_N, answers_N = answer_nats(fixture.model, fixture.batch, fixture.machine, whole=whole, rows=few)
+    numbers, logps = preference.answer_logps(nats_N.detach(), answers_N)
+    known = np.zeros(int(numbers.max()) + 1)
+    known[numbers] = logps.cpu().numpy()
+    batch = replace(fixture.batch, pairs=replace(pairs, reference=known))
+    count = len(numbers) // 2
+    loss = batch_loss(fixture.model, batch, fixture.machine, whole=whole, scale=1 / count, rows=few)
+    first, learns = float(loss.detach()), loss.requires_grad
+    if learns:
+        loss.backward()  # type: ignore[no-untyped-call]
+        learns = any(p.grad is not None and bool((p.grad != 0).any()) for p in fixture.model.parameters())
+    fixture.model.zero_grad(set_to_none=True)
+    fixture.model.train()
+    figures = {"pair_loss": first, "ln_2": preference.CHANCE}
+    what = f"the first loss of {count} pairs is {first:.6f}, ln 2 = {preference.CHANCE:.6f}"
+    if not abs(first - preference.CHANCE) <= 1e-4:
+        why = "the same weights gave the same answers other probabilities the second time"
+        return fault(what, why, "functional dropout needs training=self.training", "eval_random", figures=figures)
+    if not learns:
+        return fault(
+            f"{what}, without a gradient", "chosen and rejected would never part", "look at the rows", "not_learning"
+        )
+    return ok(f"{what}: no preference before the first step", figures=figures)
+
+
 def _gradients(fixture: ModelFixture) -> Finding:
-    """Every parameter that may learn must hear from the loss."""
-    named = [(name, p) for name, p in fixture.model.named_parameters() if p.requires_grad]
+    """Every parameter that may learn must hear from the loss. Of an adapter that is B: as long as B is zero, A hears nothing."""
+    waiting = {
+        id(layer.lora_A.weight)
+        for layer in adapters_of(fixture.model).values()
+        if not bool(layer.lora_B.weight.any()) and layer.lora_B.weight.grad is not None
+    }
+    named = [(name, p) for name, p in fixture.model.named_parameters() if p.requires_grad and id(p) not in waiting]
     without = [(name, p) for name, p in named if p.grad is None or not bool((p.grad != 0).any())]
     bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
     if bad:

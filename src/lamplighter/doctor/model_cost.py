@@ -130,7 +130,7 @@ def _timed(fixture: ModelFixture, batch: Batch, words: str) -> Finding:
         marks.append(time.perf_counter())
     forward, backward, update = (after - before for before, after in pairwise(marks))
     sequences = fixture.run.train.batch_size
-    tokens = sequences * fixture.run.data.seq_len
+    tokens = sequences * fixture.rows_each * fixture.run.data.seq_len
     step_s = update + (forward + backward) * tokens / batch.inputs.size
     rate = tokens / step_s
     mfu = rate * fixture.built.flops_per_token(batch.inputs.shape[1]) / max(1.0, fixture.machine.peak_flops)

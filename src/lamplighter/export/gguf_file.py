@@ -27,6 +27,9 @@ QUANTS = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": 
 BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 
 
+_AT_ONCE = 1 << 22  # numbers of a tensor that are converted together
+
+
 @dataclass(frozen=True)
 class _Family:
     """How llama.cpp calls a model_type, and in what its numbers differ from those of Hugging Face."""
@@ -106,7 +109,7 @@ def write_gguf(path: Path, opened: Opened, vocabulary: Vocabulary, quantize: str
         for name, tensor in _tensors(opened, family):
             ours, kind, size = sizes[name]
             phase.tick(0, ours)
-            writer.write_tensor_data(_converted(gguf, tensor, kind))
+            writer.write_tensor_data(_Rows(gguf, tensor, kind, size))
             phase.tick(size)
     writer.close()
 
@@ -241,16 +244,28 @@ def _llama3_factors(config: dict[str, Any]) -> Tensor:
     return torch.tensor(found, dtype=torch.float32)
 
 
+class _Rows:
+    """A tensor as gguf's writer asks an array for it, converted some rows at a time: no second copy of a large one."""
+
+    def __init__(self, gguf: Any, tensor: Tensor, kind: str, size: int) -> None:
+        self.gguf, self.tensor, self.kind, self.nbytes = gguf, tensor, kind, size
+
+    def tofile(self, file: Any) -> None:
+        if self.kind == "f16":
+            smallest, largest = (float(one) for one in self.tensor.aminmax())  # without a copy
+            largest = max(-smallest, largest)
+            if largest > torch.finfo(torch.float16).max:
+                raise BadConfig("this model does not fit into f16", f"it has a weight of {largest:.3g}", "--quantize bf16")  # fmt: skip
+        for rows in self.tensor.split(max(1, _AT_ONCE // (self.tensor[:1].numel() or 1))):  # type: ignore[no-untyped-call]
+            _converted(self.gguf, rows, self.kind).tofile(file)
+
+
 def _converted(gguf: Any, tensor: Tensor, kind: str) -> np.ndarray:
     if kind == "f32":
         return tensor.contiguous().numpy()
     if kind == "bf16":
         return tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
     if kind == "f16":
-        smallest, largest = (float(one) for one in tensor.aminmax())  # without a copy
-        largest = max(-smallest, largest)
-        if largest > torch.finfo(torch.float16).max:
-            raise BadConfig("this model does not fit into f16", f"it has a weight of {largest:.3g}", "--quantize bf16")
         return tensor.to(torch.float16).contiguous().numpy()
     found: np.ndarray = gguf.quants.quantize(tensor.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
     return found

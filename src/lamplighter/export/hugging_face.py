@@ -71,7 +71,9 @@ def _write_beside(place: Path, opened: Opened) -> None:
 def check_model(place: Path, opened: Opened, quantize: str, reference: Reference | None) -> str:
     """Opened by transformers: the same logits, the same prompt by its template, the same ids."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     expected = _logits(opened) if reference is None else []
     opened.release()  # one model at a time is in memory
     with report.phase("check"):
@@ -97,10 +99,12 @@ def check_adapter(place: Path, opened: Opened) -> str:
     try:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise BadConfig(
             f"peft is missing ({error})", "the adapter cannot be checked", "pip install 'lamplighter[hf]'"
         ) from error
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     record = json.loads((place / RECORD).read_text()) if (place / RECORD).exists() else {}
     base = opened.base or record.get("path") or json.loads((place / SETTINGS).read_text())["base_model_name_or_path"]
     if record.get("dtype", "fp32") == "fp32":

@@ -24,13 +24,7 @@ _WRITTEN = (".json", ".safetensors", ".jinja", ".txt", ".gguf", ".md", ".svg")
 @contextlib.contextmanager
 def written(path: Path, need: int, force: bool) -> Iterator[Path]:
     """A temporary name beside `path`; it becomes `path` when all went well, and is gone otherwise."""
-    if path.exists() and not force:
-        raise UsageError(
-            f"{path} exists already", "nothing is overwritten unasked", "--out ELSEWHERE, or --force to replace it"
-        )
-    if path.exists() and not _looks_like_an_export(path):
-        why = "--force replaces an earlier export, and this holds something else"
-        raise UsageError(f"{path} is no export", why, "--out ELSEWHERE")
+    refuse_taken(path, force)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         sweep(path.parent)
@@ -54,6 +48,17 @@ def written(path: Path, need: int, force: bool) -> Iterator[Path]:
         raise cannot_write(path, error) from error
     finally:
         _remove(temporary)
+
+
+def refuse_taken(path: Path, force: bool) -> None:
+    """UsageError where something stands there that shall not be replaced."""
+    if path.exists() and not force:
+        raise UsageError(
+            f"{path} exists already", "nothing is overwritten unasked", "--out ELSEWHERE, or --force to replace it"
+        )
+    if path.exists() and not _looks_like_an_export(path):
+        why = "--force replaces an earlier export, and this holds something else"
+        raise UsageError(f"{path} is no export", why, "--out ELSEWHERE")
 
 
 def _looks_like_an_export(path: Path) -> bool:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from lamplighter.config import Lora
 from lamplighter.errors import BadConfig, BadData
-from lamplighter.model.shape import wanted_layers
+from lamplighter.model.lora_targets import refuse_unknown, wanted_layers
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -181,6 +181,13 @@ def linear_names(model: nn.Module) -> list[str]:
 def _is_head(model: nn.Module, name: str, layer: nn.Module) -> bool:
     given = getattr(getattr(model, "inner", None), "get_output_embeddings", lambda: None)()
     return layer is given or name.removeprefix(_WRAPPED) in ("lm_head", "embed_out")
+
+
+def check_targets(model: nn.Module, targets: list[str]) -> None:
+    """BadConfig where one of them names no layer of a model that has its adapters."""
+    inside = (".lora_A", ".lora_B")
+    names = [name.removeprefix(_WRAPPED) for name in linear_names(model) if not name.endswith(inside)]
+    refuse_unknown([name.removesuffix(".base_layer") for name in names], targets)
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:

@@ -43,6 +43,8 @@ def with_local_model(run: Run, keep: Path | None = None, *, weights: bool = True
     if given is None:
         return run
     if not is_hub_name(given):
+        if Path(given).is_file():
+            raise _is_a_file(Path(given))
         if not Path(given).is_dir():
             moved = "if the base was moved, say where it is now: --model.init_from FOLDER (it is known by its hash)"
             advice = moved if run.lora.r else "check the path"
@@ -71,7 +73,25 @@ def _refuse_no_model(folder: Path) -> None:
             "a model is in one of its checkpoints",
             f"--model.init_from {shlex.quote(str(found[0]))}",
         )
+    if packed := sorted(folder.glob("*.gguf")):
+        raise _is_a_file(packed[0])
     raise InputMissing(f"{what} is not a model folder", "it has no config.json", "check the path")
+
+
+def _is_a_file(path: Path) -> BadConfig:
+    """Training begins with a folder: config.json, safetensors and a tokenizer."""
+    if path.suffix.lower() == ".gguf":
+        return BadConfig(
+            f"{path} is a model packed for llama.cpp (GGUF), which cannot be trained",
+            "training wants a folder with config.json, model.safetensors and tokenizer.json; transformers can make one of it",
+            f"AutoModelForCausalLM and AutoTokenizer.from_pretrained({str(path.parent)!r}, gguf_file={path.name!r}), and save_pretrained(DIR)"
+            " of both (docs/finetuning.md has the lines); then --model.init_from DIR",
+        )
+    inside = (path.parent / "config.json").is_file()
+    advice = f"--model.init_from {shlex.quote(str(path.parent))}" if inside else "give the folder of the whole model"
+    return BadConfig(
+        f"model.init_from {path} is a file", "a model is a folder, with config.json, weights and tokenizer", advice
+    )
 
 
 def _from_hub(section: Model, keep: Path | None, weights: bool) -> Path:

@@ -166,32 +166,6 @@ def block_linears(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def wanted_layers(names: list[str], targets: list[str]) -> tuple[set[str], list[str]]:
-    """Which of these linear layers get an adapter, and the endings that say so to PEFT: as `attn.c_proj`, by PEFT's own rule."""
-    endings = sorted({_within_block(name) for name in names})
-    if targets == ["auto"]:
-        attention = [end for end in endings if "attn" in end.lower() or "attention" in end.lower()]
-        targets = attention or endings
-    elif targets == ["all-linear"]:
-        targets = endings
-    chosen = {name for name in names if any(name == end or name.endswith(f".{end}") for end in targets)}
-    return chosen, list(targets)
-
-
-def _within_block(name: str) -> str:
-    """The name of a layer after the number of its block."""
-    parts = name.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[numbers[-1] + 1 :]) if numbers and numbers[-1] + 1 < len(parts) else name
-
-
-def lora_parameters(shape: Shape, r: int, targets: list[str]) -> int:
-    """The trained numbers of adapters on this model."""
-    layers = block_linears(shape)
-    chosen, _ = wanted_layers([f"layers.0.{name}" for name in layers], targets)
-    return shape.layers * sum(r * sum(size) for name, size in layers.items() if f"layers.0.{name}" in chosen)
-
-
 def frozen_bytes(shape: Shape, base_dtype: str) -> int:
     """A frozen model in memory: matrices of the layers as base_dtype says, the rest in fp32."""
     matrices, everything = shape.layers * matmul_parameters_per_layer(shape), count_parameters(shape)

@@ -1,7 +1,7 @@
 """The weight files of a model folder: which they are, and how many numbers they hold. No torch.
 
 In:  a folder with model.safetensors, or with an index and the files that it names.
-Out: their paths; the count of their numbers, by their headers alone.
+Out: their paths; the count of their numbers and the sizes of their matrices, by their headers alone.
 """
 
 from __future__ import annotations
@@ -45,6 +45,16 @@ def stored_numbers(folder: Path) -> int:
 def numbers_in(path: Path) -> int:
     with open_safetensors(path, "np") as file:
         return int(sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys()))  # noqa: SIM118  not a dict
+
+
+def stored_matrices(folder: Path) -> dict[str, tuple[int, int]]:
+    """The size of every tensor of two dimensions, by its name."""
+    found = {}
+    for path in weight_files(folder):
+        with open_safetensors(path, "np") as file:
+            sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
+        found.update({name: size for name, size in sizes.items() if len(size) == 2})
+    return found
 
 
 def open_safetensors(path: Path, framework: str = "pt") -> Any:

@@ -17,7 +17,7 @@ from lamplighter.leaves import leaf_size
 from lamplighter.model.shape import count_parameters
 from lamplighter.plan.job import Job, Measured, on_devices
 from lamplighter.plan.memory import GIB, Memory, host_gib, memory
-from lamplighter.plan.ranks import idle, reduction, share, without_idle
+from lamplighter.plan.ranks import division_words, idle, reduction, share, without_idle
 from lamplighter.plan.speed import as_hours, least_hours, reference_seconds, step_seconds, total_flops
 from lamplighter.rundir import dollars
 
@@ -467,8 +467,11 @@ def check(plan: Plan) -> list[Check]:
 def _ranks(plan: Plan) -> Iterator[Check]:
     job, count = plan.job, plan.device.count
     if lazy := idle(job, count):
-        of = f"a step has {job.accumulation} micro-batches" + (f" in {job.tree} parts (train.tree)" if job.tree < job.accumulation else "")  # fmt: skip
-        yield Check("ranks", f"{lazy} of {count} stay idle: {of}; for a new run {without_idle(job, count)}", True)
+        yield Check(
+            "ranks",
+            f"{lazy} of {count} stay idle: a step has {division_words(job)}; for a new run {without_idle(job, count)}",
+            True,
+        )
     if plan.device.nodes > 1 or (count > ONE_MACHINE and not plan.device.is_cpu):
         words = f"{count} devices are more than one machine has: the network between machines is not counted"
         if plan.device.nodes > 1:

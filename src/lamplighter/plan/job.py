@@ -15,6 +15,7 @@ from lamplighter.config import OPTIMIZERS, WEIGHT_BYTES, Budget, Eval, Lora, Opt
 from lamplighter.errors import BadConfig
 from lamplighter.gpus import Device
 from lamplighter.leaves import leaf_size
+from lamplighter.model.lora_targets import lora_parameters, refuse_unknown_in, stored_lora_parameters
 from lamplighter.model.shape import (
     FAMILIES,
     NotOurs,
@@ -24,7 +25,6 @@ from lamplighter.model.shape import (
     flops_per_token,
     frozen_bytes,
     hidden_parameters,
-    lora_parameters,
     matmul_parameters_per_layer,
     orthogonalising_flops,
     shape_from_hf,
@@ -100,6 +100,7 @@ class Job:
     own_params: int | None = None  # of a model of one's own: all that is known of it
     tokenizer_vocab: int | None = None
     counted_params: int | None = None  # of another family: as its files hold them
+    counted_trained: int | None = None  # adapters on it, where the names in its files tell
     pretrained: bool = False  # it begins from a model that exists
     pairs: bool = False  # train.objective dpo: a reference pass comes before the first step
     lora: Lora = field(default_factory=Lora)
@@ -119,7 +120,11 @@ class Job:
     @property
     def trained(self) -> int:
         """What has gradients and optimizer state, and is saved."""
-        return self.params if self.lora.r is None else lora_parameters(self.shape, self.lora.r, self.lora.targets)
+        if self.lora.r is None:
+            return self.params
+        if self.counted_trained is not None:
+            return self.counted_trained
+        return lora_parameters(self.shape, self.lora.r, self.lora.targets)
 
     @property
     def hidden(self) -> int:
@@ -215,6 +220,7 @@ def job_of(
         pairs=train.objective == "dpo",
         lora=run.lora,
         counted_params=_counted(run),
+        counted_trained=_counted_adapters(run),
         rate=schedule(train, steps),
         save=run.save,
         eval=run.eval,
@@ -297,6 +303,22 @@ def _counted(run: Run) -> int | None:
         return None
 
 
+def _counted_adapters(run: Run) -> int | None:
+    """Those of another family, by the names in its files."""
+    if run.lora.r is None or not _other_family(run):
+        return None
+    try:
+        return stored_lora_parameters(Path(str(run.model.init_from)), run.lora.r, run.lora.targets)
+    except (OSError, ValueError):  # said where the weights are read
+        return None
+
+
+def refuse_unknown_targets(run: Run) -> None:
+    """BadConfig for a name in lora.targets that no layer has, where the model is built here; others are asked when they are built."""
+    if run.lora.r is not None and not _other_family(run):
+        refuse_unknown_in(shape_of(run), run.lora.targets)
+
+
 def is_built_first(run: Run) -> bool:
     """Whether the data can only be laid out when the model is there."""
     return is_own(run) or _other_family(run)
@@ -340,6 +362,7 @@ def job_on(run: Run, device: Device, known: Known) -> Job:
         raise BadConfig(f"{device.name} has no bf16", "it would be emulated, slower than fp32", "--train.dtype fp16")
     if known.measured is not None and known.measured.fits:
         dtype = known.measured.dtype
+    refuse_unknown_targets(run)
     has = known.vocab_size or vocabulary(run)
     return job_of(
         run,

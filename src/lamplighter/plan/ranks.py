@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from lamplighter.config import GRADIENT_BYTES
 from lamplighter.gpus import Device
-from lamplighter.leaves import leaf_size, most_sums, nodes, owned_nodes, subtrees
+from lamplighter.leaves import Division, leaf_size, most_sums, nodes, owned_nodes, subtrees
 from lamplighter.plan.job import Job
 
 _LINK_SHARE = 0.7  # of the data sheet's figure: a usual share for large collectives, not measured here
@@ -49,12 +49,19 @@ def share(job: Job, ranks: int) -> Share:
     return max(found, key=lambda one: (one.rows, one.leaves))
 
 
-def idle(job: Job, ranks: int) -> int:
+def idle(job: Job | Division, ranks: int) -> int:
     """Ranks that have nothing to compute: there are more of them than base nodes."""
     return max(0, ranks - job.nodes)
 
 
-def without_idle(job: Job, ranks: int) -> str:
+def division_words(job: Job | Division) -> str:
+    """What of a step there is to share out."""
+    leaves = f"{job.accumulation} micro-batch{'es' if job.accumulation > 1 else ''}"
+    parts = f" in {job.tree} part{'s' if job.tree > 1 else ''} (train.tree)"
+    return leaves + (parts if job.tree < job.accumulation else "")
+
+
+def without_idle(job: Job | Division, ranks: int) -> str:
     """The setting with which a new run would use all of them; empty where the batch has too few rows for it."""
     if ranks > job.batch_size:
         return f"--train.batch_size {ranks} --train.micro_batch 1" + (
@@ -70,13 +77,12 @@ def without_idle(job: Job, ranks: int) -> str:
     return " ".join([*words, *([f"--train.tree {ranks}"] if job.tree < ranks else [])])
 
 
-def idle_words(job: Job, ranks: int) -> str:
+def idle_words(job: Job | Division, ranks: int) -> str:
     """Which ranks have nothing to compute, why, and what a new run would set; empty where all have something."""
     if not (lazy := idle(job, ranks)):
         return ""
     which = f"rank {job.nodes} stays" if lazy == 1 else f"ranks {job.nodes} to {ranks - 1} stay"
-    parts = f"{job.accumulation} micro-batches" + (f" in {job.tree} parts (train.tree)" if job.tree < job.accumulation else "")  # fmt: skip
-    return f"{which} idle, as a step has {parts} to share out; for a new run {without_idle(job, ranks)}"
+    return f"{which} idle, as a step has {division_words(job)} to share out; for a new run {without_idle(job, ranks)}"
 
 
 def _partial_sums(job: Job, ranks: int) -> list[int]:

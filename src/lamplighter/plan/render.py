@@ -236,7 +236,14 @@ def _work(plan: Plan) -> list[str]:
     ]  # fmt: skip
     if job.lora.r is not None:
         part = f"{job.trained:,} ({job.trained / plan.params:.2%}): adapters of rank {job.lora.r} ({' '.join(job.lora.targets)})"
-        lines.insert(1, _line("trained", f"{part}; the base is frozen, its matrices in {job.lora.base_dtype}"))
+        none = "  WARNING  no matrix in its files has such a name; which there are is told when it is built"
+        lines.insert(
+            1,
+            _line(
+                "trained",
+                f"{part}; the base is frozen, its matrices in {job.lora.base_dtype}{'' if job.trained else none}",
+            ),
+        )
     if job.text is not None:
         lines.append(_line("", f"data: {job.text.how}"))
     lines.append(_line("work", f"{_large(each)} x {_large(job.tokens)} = {_large(plan.flops)}FLOP"))

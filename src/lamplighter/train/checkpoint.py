@@ -117,12 +117,19 @@ class Contents:
         return sum(t.numel() * t.element_size() for part in self.files.values() for t in part.values())
 
     @property
-    def whole_bytes(self) -> int:
-        """That the checkpoint takes while it is written."""
+    def made_bytes(self) -> int:
+        """Of the tensors that all ranks write together."""
         if self.part is None:
             return self.bytes
         every = [pair for part in self.files.values() for pair in part.items()]
-        whole = sum(math.prod(self.part.whole(name, tensor)) * tensor.element_size() for name, tensor in every)
+        return sum(math.prod(self.part.whole(name, tensor)) * tensor.element_size() for name, tensor in every)
+
+    @property
+    def whole_bytes(self) -> int:
+        """That the checkpoint takes while it is written."""
+        whole = self.made_bytes
+        if self.part is None:
+            return whole
         return whole + whole * len(self.part.apart) // self.part.size  # theirs are there twice until they are copied
 
 
@@ -394,7 +401,10 @@ def _set_aside_newer(root: Path, step: int) -> list[str]:
     moved = []
     for path in newest_first(root):
         if step_of(path) > step:
-            path.rename(path.with_name(f"aside-{path.name}-{int(time.time())}"))
+            at = int(time.time())
+            while (aside := path.with_name(f"aside-{path.name}-{at}")).exists():  # back twice within a second
+                at += 1
+            path.rename(aside)
             moved.append(path.name)
     return moved
 

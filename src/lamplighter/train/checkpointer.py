@@ -414,7 +414,7 @@ class Checkpointer:
             self.durable, self.saved_at = progress.step, time.monotonic()
             self.save_s = self.saved_at - save.started
         report.number(durable_step=progress.step)
-        told = {"step": progress.step, "path": str(path), "bytes": contents.bytes, "seconds": self.save_s}
+        told = {"step": progress.step, "path": str(path), "bytes": contents.made_bytes, "seconds": self.save_s}
         report.event("checkpoint", **told, blocked_s=save.blocked_s if save.is_async else self.save_s)
         with self.lock:
             self._mark_best()

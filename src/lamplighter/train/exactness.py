@@ -226,11 +226,17 @@ class Redone:
 
     @classmethod
     def of(cls, records: Iterable[dict[str, Any]], after: int) -> Redone:
-        """From metrics.jsonl, whose last record of a step counts."""
-        found = {}
+        """From metrics.jsonl, whose last record of a step counts.
+
+        A step that was done again with another result (after a roll-back, on another schedule) began another curve: what was
+        known of later steps belongs to the one before.
+        """
+        found: dict[int, tuple[float, float]] = {}
         for record in records:
             loss, norm, step = record.get("train/loss"), record.get("train/grad_norm"), record.get("step")
             if isinstance(step, int) and step > after and isinstance(loss, float) and isinstance(norm, float):
+                if found.get(step, (loss, norm)) != (loss, norm):
+                    found = {known: value for known, value in found.items() if known < step}
                 found[step] = (loss, norm)
         return cls(found)
 

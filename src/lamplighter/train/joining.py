@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lamplighter.train import checkpoint, exactness, ranks
 from lamplighter.train.ranks import World
 from lamplighter.train.state import RunContext, TrainState
 
+_NAMED_FILES, _END_BYTES = 16, 1 << 16
 _NONE = -1  # the step of a rank that holds no state
 
 
@@ -67,11 +69,27 @@ def _join(context: RunContext, state: TrainState, met: bool) -> None:
     facts = {
         "settings": exactness.short_hash(repr(context.run)),
         "data": exactness.short_hash(f"{context.data.name} {context.data.fingerprint}"),
+        **{f"data in {path}": _ends_of(path) for path in context.run.data.paths[:_NAMED_FILES]},
         "weights": _hash_of_weights(context),
         "steps": exactness.short_hash(f"{state.progress.step} of {state.steps}"),
         "arithmetic (dtype, threads, torch)": exactness.short_hash(_arithmetic(context)),
     }
     ranks.refuse_strangers(world, facts, device)
+
+
+def _ends_of(path: str) -> str:
+    """Of a local file, what tells it from another one soon; of all else nothing: the hash of the data speaks for it."""
+    try:
+        if not Path(path).is_file():
+            return "0"
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            first = file.read(_END_BYTES)
+            file.seek(max(0, size - _END_BYTES))
+            return exactness.short_hash(f"{size} {first!r} {file.read(_END_BYTES)!r}")
+    except (OSError, ValueError):  # it only helps to name a difference
+        return "0"
 
 
 def _hash_of_weights(context: RunContext) -> str:

@@ -218,12 +218,20 @@ def refuse_strangers(world: World, facts: dict[str, str], device: torch.device) 
         dist.all_gather(every, mine)
     for rank, theirs in enumerate(every):
         other = [name for name, a, b in zip(facts, theirs.tolist(), every[0].tolist(), strict=True) if a != b]
-        if other:
+        if other := _as_named(other):
             raise BadConfig(
                 f"rank {rank}{_on_host(rank)} has other {' and other '.join(other)} than rank 0{_on_host(0)}",
                 "all ranks must compute the same run",
                 "the same files and the same version on every rank",
             )
+
+
+def _as_named(other: list[str]) -> list[str]:
+    """What differs, in words; "data in FILE" says more of "data", and is no difference by itself."""
+    files = [name for name in other if " in " in name]
+    plain = [name for name in other if name not in files]
+    more = {name: [file for file in files if file.startswith(f"{name} in ")] for name in plain}
+    return [told for name in plain for told in more[name] or [name]]
 
 
 def _on_host(rank: int) -> str:

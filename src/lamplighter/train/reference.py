@@ -4,8 +4,9 @@ In:  the model as it begins (adapters add nothing yet), its base by hash, the pa
 Out: `reference` of both sides filled in; `<cache>/reference-<fingerprint>/`, found again by base, pairs and arithmetic.
 
 The reference is never a second model in memory. Its log-probabilities come from the same windows, with the same arithmetic and as
-many at a time as in training, so the first loss is ln 2 and a run has the same bits whether they were found or made. One
-process makes them while others wait.
+many at a time as in training, so the first loss is ln 2 and a run has the same bits whether they were found or made. What is
+trained on is read as a step reads it, ready for a backward pass, and what is held back as validation does: in bf16 the kernels of the
+two round differently. One process makes them while others wait.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ def fill(run: Run, built: Built, machine: Machine, pairs: PairData, cache_root: 
 
 
 def _locate(run: Run, base: origin.Base, machine: Machine, pairs: PairData, cache_root: Path) -> CacheLocation:
-    arithmetic: dict[str, Any] = {**machine.facts(), "rows": _rows(run), "loss": run.train.loss, "numerics": NUMERICS}
+    arithmetic: dict[str, Any] = {
+        **machine.facts(),
+        "rows": _rows(run),
+        "loss": run.train.loss,
+        "numerics": NUMERICS,
+        "read": "as in steps",
+    }
     parts: Parts = {
         "base": {"fingerprint": digest([base.hashes, base.dtype]), "content": f"{base.path}, matrices in {base.dtype}"},
         "pairs": {"fingerprint": pairs.fingerprint, "content": f"{pairs.train.pairs + pairs.val.pairs:,} pairs"},
@@ -80,7 +87,8 @@ def _build(cache: CacheLocation, run: Run, model: torch.nn.Module, machine: Mach
     try:
         with report.phase("reference", total=pairs.train.pairs + pairs.val.pairs, unit="pairs") as p:
             sides = [
-                _of_side(side, model, machine, p, rows=_rows(run), whole=whole) for side in (pairs.train, pairs.val)
+                _of_side(side, model, machine, p, rows=_rows(run), whole=whole, as_in_steps=side is pairs.train)
+                for side in (pairs.train, pairs.val)
             ]
     finally:
         model.train(was_training)
@@ -91,13 +99,21 @@ def _build(cache: CacheLocation, run: Run, model: torch.nn.Module, machine: Mach
     write_json(folder / KIND.manifest, sealed({"format": KIND.format, "parts": cache.parts, "files": files}))
 
 
-@torch.no_grad()
 def _of_side(
-    side: AnswerSide, model: torch.nn.Module, machine: Machine, p: report.Phase, *, rows: int, whole: bool
+    side: AnswerSide,
+    model: torch.nn.Module,
+    machine: Machine,
+    p: report.Phase,
+    *,
+    rows: int,
+    whole: bool,
+    as_in_steps: bool,
 ) -> Float64s:
     found: Float64s = np.full(2 * side.pairs, np.nan)
     for batch in side.in_order(rows):
-        numbers, logps = answer_logps(*answer_nats(model, batch, machine, whole=whole))
+        with torch.set_grad_enabled(as_in_steps):
+            nats_N, answers_N = answer_nats(model, batch, machine, whole=whole)
+        numbers, logps = answer_logps(nats_N.detach(), answers_N)
         found[numbers] = logps.cpu().numpy()
         p.tick(batch.real_tokens)
     if not np.isfinite(found).all():

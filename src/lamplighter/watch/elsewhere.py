@@ -22,13 +22,16 @@ from lamplighter.procs.stacks import Stacks
 from lamplighter.slot import REALS, TEXT_BYTES, Slot
 from lamplighter.watch import evidence
 from lamplighter.watch.process_tree import Process
-from lamplighter.watch.wire import BEAT_S, LinkLost, Wire
+from lamplighter.watch.wire import BEAT_S, UNREACHABLE_S, LinkLost, Wire
 
 _PIDS = 1 << 32
 _STARTED_S = 10.0
 _ENDED_S = 20.0
 _STACKS_S = 4.0
 _SILENT_S = 3.0
+SILENT_WORDS = (
+    f"that process is stopped or gets no core, or its machine is gone, which is known after {UNREACHABLE_S:.0f} s"
+)
 _LISTED_LINES = 2000  # of events or output that wait to be read here
 _MOMENTS = ("hello_ns", "tick_ns", "step_ns", "step_first_ns", "phase_since_ns", "span_since_ns", "fetch_since_ns",
             "item_since_ns", "coll_since_ns", "compile_since_ns", "bar_ns", "gc_since_ns", "left_ns")  # fmt: skip
@@ -47,6 +50,11 @@ class RemotePid(int):
     @classmethod
     def of(cls, node: int, pid: int, host: str) -> RemotePid:
         return cls(node * _PIDS + pid, host)
+
+    @property
+    def node(self) -> int:
+        """Which node its machine is."""
+        return int(self) // _PIDS
 
     @property
     def there(self) -> int:
@@ -355,15 +363,15 @@ class Elsewhere:
         ]
 
     def fresh_words(self) -> list[str]:
-        """What is to be said of nodes, once each: one whose parent says nothing, though its machine answers."""
+        """What is to be said of nodes, once each: one whose parent says nothing; whether its machine answers is not known yet."""
         words = []
         for node in self.nodes:
             silent = not node.lost and node.silent_s > _SILENT_S
             if silent and node.words not in self.said:
                 self.said.add(node.words)
                 words.append(
-                    f"{node.words}: its parent has said nothing for {node.silent_s:.1f} s, though its machine answers: that process"
-                    " is stopped or gets no core; its ranks go on, unseen"
+                    f"{node.words}: its parent has said nothing for {node.silent_s:.1f} s: {SILENT_WORDS}; while its machine answers,"
+                    " its ranks go on, unseen"
                 )
             elif not silent and node.words in self.said and not node.lost:
                 self.said.discard(node.words)

@@ -26,6 +26,7 @@ from lamplighter.safe_text import MASK, mask
 
 _VARIABLES = ("CUDA_", "NVIDIA_", "NCCL_", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "PYTORCH_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "XLA_",
               "PYTHON", "LD_LIBRARY_PATH", "LD_PRELOAD", "WANDB_", "TRACKIO_", "SLURM_")  # fmt: skip
+_OF_ONE_START = "TORCHELASTIC_"  # names and ports that torchrun makes up each time
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH")
 _MOST_DIFF = 64_000
 _MOST_ATTEMPTS = 30
@@ -43,7 +44,9 @@ def gather(folder: Path, command: Sequence[str] = ()) -> dict[str, Any]:
         "driver": procfs.nvidia_driver(),
         "packages": _packages(places),
         "variables": {
-            name: _value(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+            name: _value(name, value)
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES) and not name.startswith(_OF_ONE_START)
         },
         "git": _git(folder),
     }

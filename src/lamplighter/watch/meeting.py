@@ -180,6 +180,11 @@ class Meeting:
         finally:
             self.greeting.release()
 
+    @property
+    def missing(self) -> int:
+        """How many other nodes have not come."""
+        return self.nodes.count - 1 - len(self.arrived)
+
     def _tell_waiting(self, here: str) -> None:
         """Who is there hears who is missing; who has left again is missing too."""
         gone = []
@@ -195,19 +200,16 @@ class Meeting:
     def words(self, here: str) -> str:
         """Who is there and how many are missing."""
         names = ", ".join([*([here] if here else []), *(f"{one.card.host} ({one.place})" for one in self.arrived)])
-        missing = self.nodes.count - 1 - len(self.arrived)
         refused = ", ".join(f"{place} ({count} x)" for place, count in self.strangers.items())
         unknown = f"; refused, with another secret or none: {refused}" if refused else ""
-        return (
-            f"{missing} of {self.nodes.count} nodes missing at {self.nodes.address}; here: {names or 'nobody'}{unknown}"
-        )
+        return f"{self.missing} of {self.nodes.count} nodes missing at {self.nodes.address}; here: {names or 'nobody'}{unknown}"
 
     def gather(self, card: Card, heed: Callable[[str], None]) -> list[_Arrival]:
         """All other nodes, by their number; `heed` is told who is missing, and may end the waiting."""
         until = time.monotonic() + self.nodes.wait_s
         looked = 0.0
         here = f"{card.host} (node 0)"
-        while len(self.arrived) < self.nodes.count - 1:
+        while self.missing > 0:
             heed(self.words(here))
             if time.monotonic() - looked > 1.0:
                 looked = time.monotonic()
@@ -276,7 +278,7 @@ class Meeting:
     def dismiss(self, code: int, words: str, wait_s: float = 0.0) -> None:
         """The run does not begin, or is over: whoever is there, or comes within so long, ends with this code."""
         until = time.monotonic() + wait_s
-        while len(self.arrived) < self.nodes.count - 1 and time.monotonic() < until:
+        while self.missing > 0 and time.monotonic() < until:
             time.sleep(_LOOK_S)
         for one in self.arrived:
             with contextlib.suppress(LinkLost, OSError):  # gone already
@@ -337,7 +339,10 @@ def join(
     while True:
         known = secret()
         if known is None:
-            heed(f"waiting for the secret of the run: LAMP_SECRET is not set, and {where_secret} is not there yet")
+            heed(
+                f"waiting for the secret of the run: LAMP_SECRET is not set, and {where_secret} is not there yet; where this node"
+                " does not see node 0's folder, start every node with the same in LAMP_SECRET (openssl rand -hex 32)"
+            )
         else:
             try:
                 return _ask_for_place(nodes, known, card, heed)
@@ -361,7 +366,7 @@ def join(
                 else f"LAMP_SECRET is not set, and {where_secret} is not there",
                 f"start it on the machine that has the address {nodes.host}, or there with --launch.node 0"
                 if known
-                else f"LAMP_SECRET=... with what node 0 keeps in {where_secret}",
+                else f"put what node 0 keeps in {where_secret} into LAMP_SECRET here, or the same on every node (openssl rand -hex 32)",
             )
         time.sleep(_AGAIN_S)
 

@@ -23,6 +23,7 @@ from lamplighter.errors import CHILD_LOST, LEFT_AT_ONCE
 from lamplighter.procs import prctl, signals, stacks
 from lamplighter.rundir import RunDir, Tail
 from lamplighter.watch.console import Console
+from lamplighter.watch.elsewhere import SILENT_WORDS
 from lamplighter.watch.launcher import Launcher
 from lamplighter.watch.process_tree import Process, ProcessTree
 from lamplighter.watch.status import Status
@@ -57,7 +58,7 @@ class NodeParent:
         self.tree = ProcessTree((), self.run.slots)
         self.events = {rank: Tail(path, from_end=True) for rank, path in _event_files(self.run)}  # of an earlier start
         self.output = Tail(self.run.output, from_end=True)
-        self.status = Status(f"{self.run.path.parents[1].name}, node {self.node}")
+        self.status = Status(f"{self.run.path.parents[1].name}, node {self.node}", saves=False)
         self.closely, self.silent_said, self.asked_stop = False, False, False
         self.standby_problem = ""
         prctl.adopt_orphans()
@@ -183,13 +184,13 @@ class NodeParent:
         return [(rank, lines) for rank, tail in self.events.items() if (lines := tail.lines())]
 
     def _say_silence(self) -> None:
-        """Node 0's machine answers, and its parent does not: that is no reason to end anything."""
+        """Node 0's parent says nothing: while its machine answers, that is no reason to end anything."""
         silent_s = time.monotonic() - self.wire.heard_at
         if silent_s > _SILENT_S and not self.silent_said:
             self.silent_said = True
             self.console.say(
-                f"the parent on node 0 ({self.first_host}) has said nothing for {silent_s:.1f} s, though its machine answers: it is"
-                " stopped or gets no core; the ranks here go on", "yellow",
+                f"the parent on node 0 ({self.first_host}) has said nothing for {silent_s:.1f} s: {SILENT_WORDS}; while its machine"
+                " answers, the ranks here go on", "yellow",
             )  # fmt: skip
         elif silent_s < _SILENT_S and self.silent_said:
             self.silent_said = False

@@ -58,7 +58,10 @@ def rank_lines(ranks: list[dict[str, Any]], most: int = MOST_LINES) -> list[str]
 def _line(rank: dict[str, Any], why: str) -> str:
     inside = f" > {clean(rank['span'])}" if rank.get("span") else ""
     speed = f"{number(rank.get('tokens_per_s')):,.0f} tok/s computing, {number(rank.get('in_collective')):.0%} waiting"
-    where = f"{number(rank.get('ram_gb')):.2f} GB  {clean(str(rank.get('host') or '?'))}, process {rank.get('pid')}"
+    node = f"node {rank['node']}, " if rank.get("node") is not None else ""  # several may share a host's name
+    where = (
+        f"{number(rank.get('ram_gb')):.2f} GB  {node}{clean(str(rank.get('host') or '?'))}, process {rank.get('pid')}"
+    )
     mark = f"{SLOWEST}{why}" if why else ""
     phase = clean(rank.get("phase") or "start")
     return f"rank {rank['rank']:<3} step {rank.get('step') or 0}{mark}  {phase}{inside}  {speed}  {where}"

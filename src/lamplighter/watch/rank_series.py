@@ -16,7 +16,7 @@ from typing import Any
 
 from lamplighter.rundir import LineFile, RunDir
 from lamplighter.slot import Slot
-from lamplighter.watch.elsewhere import shown_pids
+from lamplighter.watch.elsewhere import RemotePid, shown_pids
 from lamplighter.watch.process_tree import Process, Snapshot
 
 _EVERY_S = 2.0
@@ -76,15 +76,17 @@ class RankSeries:
         """Each rank at the last look, by the processes that they are; for status.json."""
         found = {one.pid: one for one in self.last.processes} if self.last is not None else {}
         at = self.last.at if self.last is not None else 0.0
-        return [self._record(rank, pid, found.get(pid), at) for rank, pid in enumerate(pids)]
+        nodes = any(isinstance(pid, RemotePid) for pid in pids)
+        return [self._record(rank, pid, found.get(pid), at, nodes) for rank, pid in enumerate(pids)]
 
-    def _record(self, rank: int, pid: int, process: Process | None, at: float) -> dict[str, Any]:
+    def _record(self, rank: int, pid: int, process: Process | None, at: float, nodes: bool) -> dict[str, Any]:
         slot = (process.slot if process else None) or Slot()
         pace = self.pace.get(rank, _Pace())
         state = "gone" if process is None or process.look.state in "XZ" else "stopped" if process.look.stopped else ""
         return {
             "rank": rank,
             **shown_pids({"pid": pid, "host": self.host}),
+            **({"node": pid.node if isinstance(pid, RemotePid) else 0} if nodes else {}),
             "state": state,
             "step": slot.step,
             "phase": slot.phase,

@@ -67,6 +67,7 @@ class Status:
     mirrored_step: int | None = None  # the newest that is whole in save.mirror; none = there is no mirror
     usual_s: float | None = None  # what this phase took last time
     flags: dict[str, _Flag] = field(default_factory=dict)  # red flags that stand, by cause
+    saves: bool = True  # here; the ranks of another node are saved by node 0
     ranks: list[dict[str, Any]] = field(default_factory=list)  # as status.json has them, for who looks from elsewhere
 
     @property
@@ -278,7 +279,7 @@ def _training_words(status: Status, slot: Slot) -> list[str]:
     parts = [f"step {slot.step}/{slot.steps}" if slot.steps else f"step {slot.step}"]
     if status.eta_s is not None:
         parts.append(f"{duration(status.eta_s)} left")
-    if slot.step or slot.durable_step:
+    if status.saves and (slot.step or slot.durable_step):
         mirrored = f" (mirrored {status.mirrored_step})" if status.mirrored_step is not None else ""
         parts.append(f"safe to step {slot.durable_step}{mirrored}")
     if slot.phase != "train":

@@ -36,6 +36,7 @@ class TimeReport:
 class _Attempt:
     start: float
     last: float
+    number: int = 0  # as its own events have it
     child_start: float = 0.0
     child_end: float = 0.0
     told_all: bool = False
@@ -50,13 +51,15 @@ def read_time_report(run: RunDir) -> TimeReport:
     for event in read_events(run):
         kind, t = event.get("type"), float(event.get("t", 0.0))
         if kind == "start":
-            attempts.append(_Attempt(event.get("began") or t, t))
+            attempts.append(_Attempt(event.get("began") or t, t, event.get("attempt") or 0))
         if not attempts:
             continue
         now = attempts[-1]
         now.last = max(now.last, t)
-        if kind == "hello":
+        if kind == "hello" and not event.get("rank"):  # the times are those of rank 0
             now.child_start = t
+        elif kind == "ledger" and (place := _before(event, attempts)) is not None:
+            _end_late(attempts, place, event)
         elif kind == "ledger":
             now.seconds, now.told_all = event["seconds"], bool(event.get("final"))
         elif kind == "child_end":
@@ -75,6 +78,25 @@ def read_time_report(run: RunDir) -> TimeReport:
     for one in attempts:
         _add(times, one)
     return times
+
+
+def _before(event: dict[str, Any], attempts: list[_Attempt]) -> int | None:
+    """Which earlier attempt these times are of, where they are not of the newest."""
+    wanted = event.get("attempt")
+    if not wanted or attempts[-1].number == wanted:
+        return None
+    return next((place for place in reversed(range(len(attempts) - 1)) if attempts[place].number == wanted), None)
+
+
+def _end_late(attempts: list[_Attempt], place: int, event: dict[str, Any]) -> None:
+    """The last times of an earlier attempt. Where its process goes on, they reach into the newer ones, which begin there."""
+    one, t = attempts[place], float(event["t"])
+    one.seconds = event["seconds"]
+    if t < attempts[place + 1].start:  # it has ended, and its last words were read late
+        return
+    one.told_all, one.child_end, one.last = True, 0.0, t
+    for later in attempts[place + 1 :]:
+        later.start, later.last = max(later.start, t), max(later.last, t)
 
 
 def _add(times: TimeReport, one: _Attempt) -> None:

@@ -317,7 +317,7 @@ class Trainer:
         for record in self.observer.fresh if self.spec.verbose else []:
             self.say(tell_step(record), "dim")
         fresh = self.output.lines()
-        for printed in fresh[:_OUTPUT_LINES]:
+        for printed in filter(_is_worth_showing, fresh[:_OUTPUT_LINES]):
             self.say(f"  | {clean(printed)}", "dim")
         if len(fresh) > _OUTPUT_LINES:
             self.say(f"  | ... {len(fresh) - _OUTPUT_LINES} more lines in {self.run.output}", "dim")
@@ -348,7 +348,8 @@ class Trainer:
                 self.event_files[rank] = LineFile(self.run.rank_events(rank))
             self.event_files[rank].write(text)
         for host, text in output[:_OUTPUT_LINES]:
-            self.say(f"  | {host}: {clean(text)}", "dim")
+            if _is_worth_showing(text):
+                self.say(f"  | {host}: {clean(text)}", "dim")
         for words in self.spec.elsewhere.fresh_words():
             self.say(words, "bold yellow")
         self.signalled = self.signalled or self.spec.elsewhere.wants_stop()
@@ -503,6 +504,7 @@ class Trainer:
         who = f"rank {failed} (process {self.processes[failed].pid})" if self.spec.ranks > 1 else "the process"
         if code < 0:
             why = f"{who} was {how} (signal {-code}) at step {step}" + (", out of memory" if memory else "")
+            why += self._died_too(failed)
             evidence = (f"largest seen {self.peak_bytes / 1e9:.2f} GB", f"{procfs.memory_left() / 1e9:.2f} GB free now")
         else:
             why = f"{who} {how} at step {step}, in the middle of its work: {_NO_WORD}"
@@ -512,6 +514,13 @@ class Trainer:
         if self.processes[failed].pid in self.stayed:  # killed with another one, whose number it may have by now
             same += f", process {self.processes[failed].pid}"
         return Death(same, Verdict("dead", cause, why, "", evidence=evidence, culprit=culprit), compiling)
+
+    def _died_too(self, named: int) -> str:
+        """The others that were killed in the same moment."""
+        gone = self.failed or [rank for rank in self.ranks if self.processes[rank].poll()]
+        others = [rank for rank in gone if rank != named and (self.processes[rank].returncode or 0) < 0]
+        told = [f"rank {rank} (process {self.processes[rank].pid})" for rank in others]
+        return f"; so {'were' if len(told) > 1 else 'was'} {' and '.join(told)}" if told else ""
 
     def _different_calls(self) -> Death | None:
         """By what the ranks have said last: the user's own code made them call different collectives, of which gloo dies."""
@@ -591,7 +600,7 @@ class Trainer:
         nothing_lost = ending.killed or not self.spec.keeps_report or durable >= step
         killed = child_code in (-signal.SIGKILL, -signal.SIGTERM) and nothing_lost
         if ending.stop_reason and (killed or (child_code == STOPPED_EARLY and not lost)):
-            where = f" at step {step}{safe}" if self.spec.keeps_report else ""
+            where = f" {self._where()}{safe}" if self.spec.keeps_report else ""
             return STOPPED_EARLY, f"stopped early ({ending.stop_reason}){where}"
         if child_code < 0:
             memory = "; the kernel killed a process for memory" if procfs.oom_kills() > self.oom_before else ""
@@ -603,7 +612,7 @@ class Trainer:
 
     def _words_of_code(self, code: int) -> str:
         """Of a child that has said itself how it ended."""
-        step, safe, early = self._standing()[0], self._safe(), self.ended_early
+        safe, early = self._safe(), self.ended_early
         if code == DONE and early:
             best = f"; use checkpoint-{early['best_step']}" if early["best_step"] else ""
             return f"finished {self.run.name} early, at step {early['step']} of {early['steps']}: {early['why']}{best}"
@@ -612,13 +621,19 @@ class Trainer:
         who = f"rank {self._rank_that_left(CRASHED)}" if self.spec.ranks > 1 else "the process"
         words = {
             DONE: f"finished {self.run.name}",
-            STOPPED_EARLY: f"stopped early{why} at step {step}{safe}",
+            STOPPED_EARLY: f"stopped early{why} {self._where()}{safe}",
             CRASHED: f"{who} crashed{where}{safe}",
             FAULTS_FOUND: f"faults were found{safe}",
             RefusedByPlan.code: f"refused by the plan{safe}",
             NoCheckpoint.code: self._no_checkpoint(),
         }
         return words.get(code, f"ended with exit code {code}{safe}")
+
+    def _where(self) -> str:
+        """Of a stop. Before the child has spoken, the last step that is known is of an earlier start, or of another machine."""
+        spoke = self.slot is not None and self.slot.steps > 0
+        step = self._standing()[0]
+        return f"at step {step}" if spoke or not step else "before another step was made"
 
     def _no_checkpoint(self) -> str:
         asked = self.spec.request.get("resume", "auto")
@@ -682,16 +697,26 @@ class Trainer:
         facts["spent"] = f"{duration(self.spent_s)}{cost}"
         return facts
 
+    def _words_for_nodes(self, outcome: RunOutcome) -> str:
+        """What node 0 says of the end, with the error that it shows only on its own screen."""
+        error = self.slot.error.removeprefix("error: ").replace("\nwhy:   ", ": ") if self.slot else ""
+        return f"{outcome.words}; {error}" if error and outcome.code not in (DONE, STOPPED_EARLY) else outcome.words
+
     def close(self, outcome: RunOutcome) -> None:
         """What to run next."""
         self.launcher.close()
         for node in self.spec.elsewhere.nodes:
-            node.close(outcome.code, outcome.words)
+            node.close(outcome.code, self._words_for_nodes(outcome))
         if outcome.code != DONE and self.spec.resume_command and outcome.code not in _NOT_BY_RESUMING:
             more = self.spec.budget.enough_for(self.foretold_s or 2 * self.spent_s) if self._spent_all else ""
             self.say(f"next: {with_settings(self.spec.resume_command, more)}", "bold")
             if self.spec.left_out:
                 self.say(self.spec.left_out)
+
+
+def _is_worth_showing(printed: str) -> bool:
+    """Not what torch says of every peer whose address has no name; output.log has it."""
+    return "[c10d] The hostname of the client socket cannot be retrieved" not in printed
 
 
 def _fault_of(last_words: str) -> Fault | None:

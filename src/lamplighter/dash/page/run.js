@@ -64,13 +64,14 @@ export function showRun(main, source, id, go, confirm, toast) {
   function tiles() {
     const run = state.told, phases = run.phases, since = phases.since && run.live ? Date.now() / 1000 + source.skew - phases.since : null;
     const tile = (name, value, more = "") => el("div", { className: "tile" }, el("span", {}, name), el("b", { title: String(value) }, value), el("span", { title: String(more) }, more || " "));
+    const over = run.live && ["finished", "stopped", "failed"].includes(run.state); // its parent still has something to send
     const held = run.live && (run.stall || run.stale); // then neither a phase nor a time left means anything
     const watched = run.verb === "watch", some = (known, made) => (known || !watched ? [made] : []); // of a command that is not ours, what it tells
     const bar = run.steps ? el("progress", { max: run.steps, value: run.step || 0 }) : null;
     const open = Math.max(0, (run.step || 0) - (run.durable_step || 0)), safe = !run.step ? "" : open ? `${short(open)} not saved yet` : "all is saved";
     const of = run.budget?.usd ? ` of ${money(run.budget.usd)}` : "";
     parts.tiles.replaceChildren(
-      held ? tile("Now", run.stall ? "stalled" : "no word", run.stall || "status.json is not written any more") : tile("Now", run.live ? phases.current || run.phase || "starting" : run.state, !run.live ? run.outcome : watched ? run.now : `for ${duration(since)}${phases.usual_s ? `, last time ${duration(phases.usual_s)}` : ""}`),
+      held ? tile("Now", run.stall ? "stalled" : "no word", run.stall || "status.json is not written any more") : tile("Now", run.live && !over ? phases.current || run.phase || "starting" : run.state, over ? "the last records are being sent" : !run.live ? run.outcome : watched ? run.now : `for ${duration(since)}${phases.usual_s ? `, last time ${duration(phases.usual_s)}` : ""}`),
       el("div", { className: "tile" }, el("span", {}, "Step"), el("b", { id: "step" }, short(run.step) + (run.steps ? ` / ${short(run.steps)}` : "")), bar || el("span", {}, " ")),
       tile("Time left", run.live && !held ? duration(run.eta_s) : "–", `spent ${duration(run.spent_s)}`),
       ...some(run.loss !== null, tile("Loss", short(run.loss), "of the last step")), ...some(run.val_loss !== null, tile("Validation", short(run.val_loss), run.best_val_loss !== null ? `best ${short(run.best_val_loss)}` : "")),

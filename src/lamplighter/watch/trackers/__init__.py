@@ -1,1 +1,1 @@
-"""Experiment trackers: a process beside each run follows its folder and tells TensorBoard, W&B, trackio or a CSV file."""
+"""Experiment trackers: a process beside each run follows its folder and tells TensorBoard, W&B, trackio, MLflow or a CSV file."""

@@ -35,7 +35,8 @@ _EVERY_S = 1.0
 _SELDOM_S = {
     "wandb": 10.0,
     "trackio": 5.0,
-}  # rows in bursts cost a third: one of W&B's wakes two processes, of trackio's a database
+    "mlflow": 10.0,
+}  # rows in bursts cost a third: one of W&B's wakes two processes, of trackio's or MLflow's a database
 _PAUSES_S = (5.0, 20.0, 60.0, 300.0)  # before a tracker that failed is tried again
 _LINES_AT_ONCE = 20_000
 _BATCH_S = 3.0  # then what was sent is marked as safe, for which some trackers take a second

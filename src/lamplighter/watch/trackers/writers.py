@@ -1,7 +1,7 @@
-"""The four trackers, each behind the same few methods, written through its own library.
+"""The five trackers, each behind the same few methods, written through its own library.
 
 In:  entries, alerts and texts of one tracker run (NAME, or NAME~2 after a roll-back).
-Out: TensorBoard event files, a W&B run, a trackio run, CSV files. `mark` says how far they are safe; `go_back` takes away what
+Out: TensorBoard event files, a W&B run, a trackio run, an MLflow run, CSV files. `mark` says how far they are safe; `go_back` takes away what
      was written after a mark by a follower that was killed, so that nothing stands there twice.
 """
 
@@ -13,8 +13,9 @@ import html
 import io
 import json
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,9 +23,12 @@ from typing import Any, Protocol
 from lamplighter.errors import InputMissing
 from lamplighter.watch.trackers.history import TrackerEntry
 
-TRACKERS = ("tensorboard", "wandb", "trackio", "csv")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "csv")
 _FLUSH_S = 60.0
 _STORED_S = 20.0  # for trackio to store what it was given
+_MLFLOW_BATCH = 1000  # values that MLflow takes at a time
+_MLFLOW_PARAMS = 100  # settings likewise
+_MLFLOW_PARAM = 500  # letters of a setting, as its oldest servers take them
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ def open_writer(to: str, setting: Setting, mark: Mapping[str, Any]) -> Writer:
         "tensorboard": TensorBoard,
         "wandb": WeightsAndBiases,
         "trackio": Trackio,
+        "mlflow": MLflow,
         "csv": Csv,
     }
     try:
@@ -89,14 +94,17 @@ def open_writer(to: str, setting: Setting, mark: Mapping[str, Any]) -> Writer:
         raise InputMissing(
             f"{to} is not installed here",
             str(error),
-            f"pip install 'lamplighter[track]', then: lamp track RUN --to {to}",
+            f"pip install 'lamplighter[{'mlflow' if to == 'mlflow' else 'track'}]', then: lamp track RUN --to {to}",
         ) from error
     return writer
 
 
 def is_gone(to: str, setting: Setting, mark: Mapping[str, Any]) -> bool:
-    """Whether files that a follower has marked as written are no longer there, or shorter. Only of those that write into the run's folder."""
+    """Whether files that a follower has marked as written are no longer there, or shorter. Only of those that write beside the run."""
     folder = setting.folder / setting.title
+    if to == "mlflow":
+        database = mark.get("database")
+        return isinstance(database, str) and bool(database) and not Path(database).is_file()
     if to == "csv":
         wanted = {f"{name}.csv": mark.get(name) for name in ("metrics", "texts")}
     elif to == "tensorboard":
@@ -374,6 +382,107 @@ class Trackio:
 
     def close(self) -> None:
         self.run.finish()
+
+
+# ---------------------------------------------------------------- MLflow
+
+
+class MLflow:
+    """A run of MLflow: at the server that its environment variable names, else in a database beside the runs.
+
+    It keeps one row for each name, step, time and value: what a follower that was killed sends again is there already.
+    """
+
+    def __init__(self, setting: Setting, mark: Mapping[str, Any]) -> None:
+        for name, value in (("MLFLOW_DISABLE_TELEMETRY", "true"), ("MLFLOW_LOGGING_LEVEL", "WARNING")):
+            os.environ.setdefault(name, value)
+        from mlflow.entities import Metric
+        from mlflow.tracking import MlflowClient
+
+        self.metric = Metric
+        beside = setting.folder.resolve().parents[2] / ".mlflow"  # of all runs: setting.folder is RUNS/RUN/track/mlflow
+        address = "" if setting.offline else os.environ.get("MLFLOW_TRACKING_URI", "")
+        self.database = "" if address else str(beside / "mlflow.db")
+        if self.database:
+            beside.mkdir(parents=True, exist_ok=True)
+        self.client: Any = MlflowClient(address or f"sqlite:///{self.database}")
+        experiment = self._experiment(setting, None if address else (beside / "artifacts").as_uri())
+        self.url = f"{address.rstrip('/')}/#/experiments/{experiment}/runs/" if address.startswith("http") else ""
+        known = self.client.search_runs([experiment], f"tags.lamp_id = '{setting.id}'", max_results=1) if setting.id else []  # fmt: skip
+        self.id: str = known[0].info.run_id if known else self._new_run(setting, experiment)
+        self._tell_settings(setting, known[0].data.params if known else {})
+        self.client.update_run(self.id, status="RUNNING")  # also where it was over, and goes on now
+        self.waiting: list[Any] = []
+
+    def _experiment(self, setting: Setting, artifacts: str | None) -> str:
+        """By its name, made where it is not there; another follower may make it in the same moment."""
+        from mlflow.exceptions import MlflowException
+
+        name = setting.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "lamplighter"
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self.client.create_experiment(name, artifact_location=artifacts))
+            except MlflowException:
+                found = self.client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _new_run(self, setting: Setting, experiment: str) -> str:
+        linked = setting.described["lamp"]
+        group = setting.group or (setting.run_name if setting.branch > 1 else "")
+        tags = {"lamp_id": setting.id, **{f"lamp_{name}": str(value) for name, value in linked.items()}, **dict.fromkeys(setting.tags, "true")}  # fmt: skip
+        made = self.client.create_run(experiment, run_name=setting.title, tags={**tags, **({"group": group} if group else {})})  # fmt: skip
+        return str(made.info.run_id)
+
+    def _tell_settings(self, setting: Setting, there: Mapping[str, str]) -> None:
+        """As the run began: what it has of a setting cannot be changed."""
+        from mlflow.entities import Param
+
+        params = [Param(name, value[:_MLFLOW_PARAM]) for name, value in _flat(setting.config) if name not in there]
+        for first in range(0, len(params), _MLFLOW_PARAMS):
+            self.client.log_batch(self.id, params=params[first : first + _MLFLOW_PARAMS])
+
+    def log(self, entry: TrackerEntry) -> None:
+        at = int(entry.t * 1000)
+        self.waiting += [self.metric(_mlflow_name(name), value, at, entry.step) for name, value in entry.values.items()]
+        while len(self.waiting) >= _MLFLOW_BATCH:
+            self._send()
+
+    def _send(self) -> None:
+        self.client.log_batch(self.id, metrics=self.waiting[:_MLFLOW_BATCH])
+        del self.waiting[:_MLFLOW_BATCH]
+
+    def tell(self, kind: str, step: int, title: str, text: str) -> None:
+        """A file of the run; of a verdict a tag as well, which stands in the table of runs."""
+        words = re.sub(r"\W+", "-", title)[:60].strip("-") or kind
+        if kind == "alert":
+            self.client.set_tag(self.id, "lamp_alert", title[:_MLFLOW_PARAM])
+        self.client.log_text(self.id, f"{title}\n\n{text}\n", f"{kind}/{max(step, 0):08d}-{words}.txt")
+
+    def mark(self) -> dict[str, Any]:
+        while self.waiting:
+            self._send()
+        return {"database": self.database, "url": f"{self.url}{self.id}" if self.url else ""}
+
+    def close(self) -> None:
+        self.mark()
+        self.client.set_terminated(self.id, "FINISHED")
+
+
+def _flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Settings as names with dots; MLflow keeps texts only."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield _mlflow_name(f"{before}{name}"), str(value)
+
+
+def _mlflow_name(name: str) -> str:
+    """It takes letters, digits and some marks."""
+    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:250]
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
