@@ -183,7 +183,7 @@ class SharedFiller(Filler):
         """None where it is not there; it is never there by half."""
         try:
             data = self._path(state).read_bytes()
-        except FileNotFoundError:
+        except FileNotFoundError:  # not made yet
             return None
         except OSError as error:
             self._read_alone(error)
