@@ -48,6 +48,16 @@ if TYPE_CHECKING:
 
 MOST_RUNS = 64
 _LEAST_LEFT_S = 5.0  # of a budget: less is not worth a start
+# What changes nothing of memory, time and room: one plan does for all its values.
+_SAME_PLAN = (
+    "train.lr",
+    "train.min_lr_ratio",
+    "train.weight_decay",
+    "train.beta1",
+    "train.beta2",
+    "train.grad_clip",
+    "train.seed",
+)
 _OF_ALL = (
     2,
     65,
@@ -239,9 +249,13 @@ class Sweep:
     def begin(self) -> None:
         """On paper: time, money and room of all; what the plan refuses is out. Then the folder."""
         hours = room = 0.0
+        plans: dict[tuple[str, ...], dict[str, Any]] = {}
         for at, one in enumerate(self.candidates, 1):
-            self.say(f"plan {at} of {len(self.candidates)}: {one.words}")
-            planned = self._plan(one)
+            key = tuple(value for name, value in one.settings.items() if name not in _SAME_PLAN)
+            if key not in plans:
+                self.say(f"plan {at} of {len(self.candidates)}: {one.words}")
+                plans[key] = self._plan(one)
+            planned = plans[key]
             if not planned["go"]:
                 one.out = f"refused by the plan: {' '.join(planned['reasons'])}"
                 self.say(f"{one.run.name} ({one.words}) is out: {one.out}")
