@@ -1,8 +1,8 @@
 """What each CPU kernel of model/cpu.py is worth, over a grid of shapes. Run: python benchmarks/kernels.py --json kernels.json
 
 In:  families, sizes (5M to 100M parameters), lengths (256 to 4096); the kernels' switch (LAMP_CPU_KERNELS).
-Out: for each shape the tokens per second with all kernels, without attention, compiled (which uses none), and of a plain
-     compiled loop around transformers' own model.
+Out: for each shape the tokens per second with all kernels, without attention, compiled (which uses none), of a plain compiled
+     loop around transformers' own model, and of Hugging Face's Trainer with its best settings here.
 
 A kernel stays if it is worth 5 % of a step on shapes that people train (docs/decisions/021-kernels.md). `ratio` is a contestant's
 rate over that with all kernels, so a kernel that is worth 5 % shows as 0.95 in the row "without" it.
@@ -23,7 +23,7 @@ from typing import Any
 
 import measured
 import peers
-from trainers import PEAK, PLAIN
+from trainers import PEAK, PLAIN, TRAINER
 
 SIZES = {  # layers, width; with a vocabulary of 16,384
     "5M": (6, 192),
@@ -42,6 +42,8 @@ WAYS = {
     "compiled": ("", True),
 }
 PLAIN_LOOP = "plain loop, compiled"
+HF_TRAINER = "Trainer, fused, compiled"
+THEIRS = {PLAIN_LOOP: PLAIN, HF_TRAINER: TRAINER}
 # The steps of `lamp train`, without its data, saves and records.
 OURS = (
     PEAK
@@ -107,7 +109,7 @@ def prepare_case(family: str, size: str, length: int, place: Path, steps: int) -
     rows = max(1, TOKENS // length)
     batches = np.random.default_rng(1).integers(0, VOCAB, (steps, rows, length + 1), dtype=np.int32)
     np.save(place / "batches.npy", batches)
-    return {"folder": str(folder), "batches": str(place / "batches.npy"), "lr": LR, "clip": CLIP, "tokens": rows * length,
+    return {"folder": str(folder), "batches": str(place / "batches.npy"), "lr": LR, "clip": CLIP, "tokens": rows * length, "batch": rows, "best": True, "out": str(place / "out"),
             "parameters": count_parameters(shape)}  # fmt: skip
 
 
@@ -133,10 +135,10 @@ def group_rates(wanted: Any, case: dict[str, Any], names: list[str], place: Path
     try:
         for number, name in enumerate(names):
             kernels, compiled = WAYS.get(name, ("", True))
-            program, python = (PLAIN, interpreter(wanted)) if name == PLAIN_LOOP else (OURS, sys.executable)
+            program, python = (THEIRS[name], interpreter()) if name in THEIRS else (OURS, sys.executable)
             workers[name] = peers.Worker(python, program, place / f"{number}.log", environment(kernels))
             print(f"  starting {name}", flush=True)
-            ask = {name: case[name] for name in ("folder", "batches", "lr", "clip")}
+            ask = {name: case[name] for name in ("folder", "batches", "lr", "clip", "batch", "best", "out")}
             workers[name].ask({**ask, "threads": wanted.threads, "dtype": wanted.dtype, "compile": compiled})
         found = measured.in_turn({name: lambda name=name: turn(name) for name in names}, wanted.rounds)  # type: ignore[misc]
     finally:
@@ -148,13 +150,12 @@ def group_rates(wanted: Any, case: dict[str, Any], names: list[str], place: Path
     ]
 
 
-def interpreter(wanted: Any) -> str:
-    """One that has transformers."""
+def interpreter() -> str:
+    """One that has transformers and accelerate."""
     import importlib.util
 
-    if importlib.util.find_spec("transformers") is not None:
-        return sys.executable
-    return str(peers.python("hf"))
+    have = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
+    return sys.executable if have else str(peers.python("hf"))
 
 
 def main() -> None:
@@ -172,7 +173,7 @@ def main() -> None:
     from lamplighter.train.bf16 import cpu_has_it, make_it_work
 
     wanted.dtype = wanted.dtype or ("bf16" if cpu_has_it() and make_it_work() else "fp32")
-    names = [name for name in [*WAYS, *([] if wanted.no_peers else [PLAIN_LOOP])] if name != BASE]
+    names = [name for name in [*WAYS, *([] if wanted.no_peers else THEIRS)] if name != BASE]
     if wanted.only:
         names = [name for name in names if any(part in name for part in wanted.only)]
     measured.say_machine()

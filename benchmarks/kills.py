@@ -26,7 +26,7 @@ from lamplighter.slot import read_slot
 
 STEPS, EVERY = 2000, 10
 SETTINGS = (
-    "--tokenizer.kind bytes --model.layers 2 --model.width 32 --model.heads 2 --data.seq_len 32 --train.batch_size 4 --train.dtype fp32"
+    "--tokenizer.kind bytes --model.family gpt2 --model.layers 2 --model.width 32 --model.heads 2 --data.seq_len 32 --train.batch_size 4 --train.dtype fp32"
     " --train.threads 1 --data.embedded_documents 300 --data.val_fraction 0.05 --eval.windows 4 --eval.sample_every_steps 0"
     f" --eval.every_steps 0 --model.dropout 0.1 --train.steps {STEPS} --save.every_steps {EVERY} --save.every_s 0"
 ).split()

@@ -33,6 +33,8 @@ from lamplighter.slot import read_slot
 SETTINGS = [
     "--tokenizer.kind",
     "bytes",
+    "--model.family",
+    "gpt2",
     "--model.layers",
     "2",
     "--model.width",

@@ -22,7 +22,7 @@ import measured
 
 ROOT = Path(__file__).parents[1]
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
-PRESETS, DEVICES = ("slm", "regular", "llama"), ("t4", "rtx4090", "a100-80gb")
+PRESETS, DEVICES = ("slm", "regular", "modern"), ("t4", "rtx4090", "a100-80gb")
 SPAN = re.compile(r"<!-- ([a-z_]+)\.([\w.]+)(?: ([^ ]+))? -->(.*?)<!-- / -->")
 
 

@@ -36,7 +36,7 @@ from training import environment
 RECIPES = [
     "trainer layers=6 width=384 batch=8 lr=2e-3",
     "nanogpt layers=6 width=384 batch=8 lr=1e-3",
-    "lamp train.batch_size=8 train.lr=1e-3",
+    "lamp model.family=gpt2 train.batch_size=8 train.lr=1e-3",
     "lamp preset=modern model.layers=7 model.width=320 train.batch_size=8",
 ]
 QUICK = [

@@ -67,7 +67,7 @@ def prepare_case(wanted: Any, place: Path) -> dict[str, Any]:
     make_text(place / "text.txt", wanted.vocab, 1.0 if wanted.quick else 12.0)
     common = {
         "data.paths": [str(place / "text.txt")], "data.separator": ["\n\n"], "data.seq_len": [str(wanted.length)],
-        "tokenizer.vocab_size": [str(wanted.vocab)], "model.layers": [str(wanted.layers)], "model.width": [str(wanted.width)],
+        "tokenizer.vocab_size": [str(wanted.vocab)], "model.family": ["gpt2"], "model.layers": [str(wanted.layers)], "model.width": [str(wanted.width)],
         "model.heads": [str(wanted.width // 64)], "train.batch_size": [str(wanted.batch)], "train.steps": ["100000"],
         "train.lr": [str(LR)], "train.warmup_steps": ["0"], "train.schedule": ["constant"], "train.grad_clip": [str(CLIP)],
         "train.threads": [str(wanted.threads)], "eval.every_steps": ["0"], "eval.sample_every_steps": ["0"],

@@ -76,7 +76,7 @@ def settings(wanted: Any, place: Path) -> list[str]:
     """The same run for both, on text and a tokenizer cache of its own folder; saves every ten steps."""
     values = {
         "data.paths": str(place / "text.txt"), "data.separator": "\n\n", "data.seq_len": wanted.length,
-        "tokenizer.vocab_size": wanted.vocab, "model.layers": wanted.layers, "model.width": wanted.width,
+        "tokenizer.vocab_size": wanted.vocab, "model.family": "gpt2", "model.layers": wanted.layers, "model.width": wanted.width,
         "model.heads": max(1, wanted.width // 64), "train.batch_size": wanted.batch, "train.steps": wanted.steps,
         "train.compile": "false", "train.threads": wanted.threads, "train.dtype": wanted.dtype, "eval.every_steps": 0,
         "eval.sample_every_steps": 0, "save.every_steps": 10, **dict(pair.split("=", 1) for pair in wanted.set),

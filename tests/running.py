@@ -38,11 +38,12 @@ from lamplighter.watch.launcher import Launcher
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LAMP = [sys.executable, "-m", "lamplighter"]
-TINY = [
+SIZES = [  # of a run that is over in a second
     "--tokenizer.kind", "bytes", "--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--data.seq_len", "32",
     "--train.batch_size", "4", "--train.dtype", "fp32", "--train.threads", "1", "--data.embedded_documents", "300",
     "--data.val_fraction", "0.05", "--eval.windows", "4", "--eval.sample_every_steps", "0", "--eval.every_steps", "0",
 ]  # fmt: skip
+TINY = ["--model.family", "gpt2", *SIZES]
 
 
 FULL = os.environ.get("LAMP_ZOO_FULL") == "1"  # make zoo

@@ -22,7 +22,7 @@ ROWS = [
 
 
 TINY = [
-    "--tokenizer.kind", "bytes", "--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--data.seq_len",
+    "--tokenizer.kind", "bytes", "--model.family", "gpt2", "--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--data.seq_len",
     "384", "--train.batch_size", "4", "--train.micro_batch", "2", "--train.dtype", "fp32", "--train.threads", "1",
     "--train.lr", "1e-2", "--eval.every_steps", "15", "--eval.sample_every_steps", "0", "--model.dropout", "0.1",
     "--train.steps", "40", "--save.every_steps", "5", "--save.every_s", "0", "--watch.on_stuck", "stop",

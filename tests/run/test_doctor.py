@@ -550,7 +550,7 @@ def test_the_ranks_of_a_run_meet_and_reduce_as_a_run_does(tmp_path: Path) -> Non
     assert idle.level == "warn" and "1 of 3 ranks would stay idle: a step has 2 micro-batches" in idle.what
     assert idle.next == "for a new run --train.micro_batch 3"
     assert met.what.startswith(
-        "3 ranks (train.ranks) met and have the same settings; adding up 2.2 MB of gradients takes"
+        "3 ranks (train.ranks) met and have the same settings; adding up 2.8 MB of gradients takes"
     )
     assert met.figures["gradient_bytes"] == 4 * 560_640 and met.figures["reduce_s"] > 0
     assert [one.what[:6] for one in each] == ["rank 0", "rank 1", "rank 2"]

@@ -10,7 +10,7 @@ from lamplighter.commands.train import _left_out, _same_command
 from lamplighter.dash import facts
 from lamplighter.rundir import RunDir, read_json, read_lines
 from lamplighter.watch.time_report import read_time_report
-from running import TINY, Command, Finished, write_model
+from running import SIZES, TINY, Command, Finished, write_model
 
 EIGHT = [*TINY, "--train.steps", "8", "--save.every_steps", "4"]
 HOOK = "https://hooks.slack.com/services/T0/B0/abcdefgh"
@@ -65,7 +65,7 @@ def test_lamp_runs_ends_with_a_command_that_works(tmp_path: Path, finished: Fini
 
 def test_a_model_of_one_s_own_is_named_again_and_not_called_one_of_transformers(tmp_path: Path, here: Command) -> None:
     family = write_model(tmp_path, "pass")
-    words = ["train", "--run", "x", "--runs-dir", "RO", *TINY, "--train.steps", "2", "--model.family", family]
+    words = ["train", "--run", "x", "--runs-dir", "RO", *SIZES, "--train.steps", "2", "--model.family", family]
     first = here(*words, cwd=tmp_path)
     again = here(*words, cwd=tmp_path)  # finished already
     for done in (first, again):

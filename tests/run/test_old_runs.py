@@ -83,7 +83,7 @@ def test_the_same_command_resumes_an_old_run(old_run: RunDir) -> None:
     assert f"(numerics {NUMERICS}) is not that of the checkpoint (numerics 1)" in done.stdout
     assert "from step 24 on no longer bit-identical" in done.stdout
     told = [line for line in done.stdout.splitlines() if "not given" in line]
-    assert len(told) == 1 and told[0].endswith("as this run has it: train.tree 1 (without it: 8)"), (
+    assert len(told) == 1 and "train.tree 1 (without it: 8)" in told[0] and "gpt2 (without it: qwen3)" in told[0], (
         "as it was before the tree"
     )
     assert_near(losses_of(old_run), "train/loss", 1)
@@ -165,7 +165,7 @@ def test_an_older_default_stays_and_the_end_of_exactness_is_said(old_run: RunDir
     rewrite(old_run.checkpoints / "checkpoint-23", numerics=NUMERICS - 1)
     done = here("train", "--run", NAME, *THEN["words"], "--train.steps", "30", cwd=home(old_run))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "train.lr 0.0007 (without it: 0.0003)" in done.stdout
+    assert "train.lr 0.0007 (without it: 0.02)" in done.stdout
     assert "from step 24 on no longer bit-identical" in done.stdout
     assert f"numerics {NUMERICS - 1}" in done.stdout
     rates = [
@@ -284,10 +284,14 @@ def test_what_is_given_counts_and_the_rest_is_as_the_run_has_it(tmp_path: Path) 
         None,
     )
     assert found.origin["train.lr"] == "command line"
-    assert [text.split()[0] for text in words] == ["train.steps", "train.epochs", "train.lr"]
+    kept = "steps epochs optimizer lr min_lr_ratio schedule"
+    assert [text.split()[0] for text in words] == [f"train.{name}" for name in kept.split()], (
+        "a rate of one's own is AdamW's"
+    )
     longer, _ = carry_over(resolved("--train.steps", "9"), before)
     assert (longer.run.train.steps, longer.run.train.epochs) == (9, None)
-    same, words = carry_over(resolved("--train.lr", "0.01", "--save.keep", "7", "--train.epochs", "3"), before)
+    given = ("--train.lr", "0.01", "--save.keep", "7", "--train.epochs", "3")
+    same, words = carry_over(resolved(*given), before)
     assert same.run == before.run
     assert not words
 

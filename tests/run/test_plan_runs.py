@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from test_plan_memory import CASES, CPU, compare_layer
@@ -209,13 +210,16 @@ def test_a_layer_keeps_what_is_written_down_in_bf16() -> None:
     run_with_bf16(__file__)
 
 
-def test_the_peak_on_paper_is_near_the_peak_of_a_real_process() -> None:
-    words = {"model.layers": "4", "model.width": "256", "model.heads": "4", "tokenizer.vocab_size": "8000",
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])  # with AdamW, and with Muon
+def test_the_peak_on_paper_is_near_the_peak_of_a_real_process(family: Literal["gpt2", "qwen3"]) -> None:
+    words = {"model.family": family, "model.layers": "4", "model.width": "256", "model.heads": "4", "tokenizer.vocab_size": "8000",
              "train.batch_size": "8", "train.dtype": "fp32", "train.threads": "1"}  # fmt: skip
     run = resolve(None, None, {name: [value] for name, value in words.items()}).run
     request = {"run": asdict(run), "vocab_size": 8000, "micro_batch": 8, "warm_up": 1, "rounds": 1, "seconds": 60}
     real = child.run(dry_run.STEPS, request).records[-1]
-    job = Job(Shape("gpt2", 8000, 256, 4, 256, 4), 256, 8, 8, 10)
+    shape = Shape(family, 8000, 256, 4, 256, 4, tie_embeddings=run.model.tie_embeddings)
+    job = Job(shape, 256, 8, 8, 10, optimizer=run.train.optimizer_kind)
+    assert job.optimizer.name == {"gpt2": "adamw", "qwen3": "muon"}[family]
     assert real["fits"] and real["parameters"] == job.params and real["step_s"] > 0
     assert memory(job, CPU).training == pytest.approx(real["peak_bytes"], rel=0.25)
 

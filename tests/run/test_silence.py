@@ -156,7 +156,7 @@ MISTAKES = {
     "train": ["--preset", "nothing"], "demo": ["--train.lrr", "3"], "watch": ["nothing"], "why": ["nothing"],
     "stop": ["nothing"], "save": ["nothing"], "runs": [], "checkpoints": ["nothing"], "generate": ["nothing"],
     "plan": ["--preset", "nothing"], "data": ["nothing"], "tokenizer": ["nothing"], "doctor": ["--nothing"], "selftest": ["--nothing"],
-    "track": ["nothing", "--to", "csv"], "dash": ["--nothing"], "compare": ["nothing"], "report": ["nothing"],
+    "track": ["nothing", "--to", "csv"], "dash": ["--nothing"], "compare": ["nothing"], "sweep": ["--nothing"], "report": ["nothing"],
     "launch": ["nothing"], "eval": ["nothing"], "serve": ["nothing"], "export": ["nothing"], "publish": ["nothing", "--to", "a/b"],
 }  # fmt: skip
 

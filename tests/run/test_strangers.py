@@ -17,7 +17,7 @@ from lamplighter.data.chat import rendering
 from lamplighter.data.chat.template import ChatTemplate, load_template
 from lamplighter.data.tokenizer import byte_level
 from lamplighter.errors import BadConfig, BadData, InputMissing, LampError
-from running import LAMP, TINY, Command, Finished, clean_env
+from running import LAMP, SIZES, TINY, Command, Finished, clean_env
 
 EIGHT = [*TINY, "--train.steps", "8", "--save.every_steps", "4"]
 TOUCH = "import pathlib; pathlib.Path(__file__).with_name('imported').touch()\n"
@@ -115,7 +115,7 @@ def test_a_run_of_the_user_s_own_code_is_not_resumed_by_what_its_folder_names(
     config.write_text(config.read_text().replace("  family: gpt2 ", "  family: evil:Model "))
     (tmp_path / "evil.py").write_text(TOUCH)
     (tmp_path / "runs" / "r" / "status.json").unlink()
-    refused = command("train", "--run", "r", *TINY, "--train.steps", "12", cwd=tmp_path)
+    refused = command("train", "--run", "r", *SIZES, "--train.steps", "12", cwd=tmp_path)
     assert refused.returncode == 78, refused.stdout
     assert "--model.family evil:Model" in refused.stderr
     assert not (tmp_path / "imported").exists()

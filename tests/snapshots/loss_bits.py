@@ -24,7 +24,7 @@ from typing import Any
 
 STEPS = 20
 COMMON = [
-    "--tokenizer.kind", "bytes", "--model.layers", "2", "--model.width", "32", "--model.heads", "2",
+    "--tokenizer.kind", "bytes", "--model.family", "gpt2", "--model.layers", "2", "--model.width", "32", "--model.heads", "2",
     "--train.batch_size", "4", "--train.device", "cpu", "--train.dtype", "fp32", "--train.threads", "1",
     "--train.steps", str(STEPS), "--data.embedded_documents", "300", "--data.val_fraction", "0.05",
     "--eval.windows", "4", "--eval.every_steps", "10", "--eval.sample_every_steps", "10", "--eval.sample_tokens", "8",

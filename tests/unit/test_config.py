@@ -23,11 +23,12 @@ def test_layers_lie_over_each_other_and_remember_where_they_came_from(tmp_path: 
     assert found.run.train.lr == 3e-4
     assert found.run.train.batch_size == 4
     assert found.run.model.layers == 3
-    assert found.run.model.width == 128
+    assert found.run.model.width == 192
     assert found.origin["train.lr"] == "my.yaml:2"
     assert found.origin["model.layers"] == "my.yaml:5"
     assert found.origin["train.batch_size"] == "command line"
-    assert found.origin["model.width"] == "preset demo"
+    assert found.origin["model.width"] == "derived: 64 for each of 3 layers"
+    assert found.origin["data.seq_len"] == "preset demo"
 
 
 def test_names_of_a_list_may_stand_with_commas_and_paths_keep_theirs() -> None:
@@ -151,13 +152,13 @@ def test_test_makes_every_preset_small_and_valid() -> None:
 
 
 def test_drift_names_what_may_not_change() -> None:
-    old = from_words(preset="demo").run
+    old = from_words(preset="slm").run
     assert (
-        drift(old, from_words("--save.keep", "9", "--train.steps", "999", "--data.cache", "require", preset="demo").run)
+        drift(old, from_words("--save.keep", "9", "--train.steps", "999", "--data.cache", "require", preset="slm").run)
         == []
     )
-    changes = drift(old, from_words("--train.lr", "0.1", "--model.layers", "9", preset="demo").run)
-    assert changes == ["model.layers: 2 -> 9", "train.lr: 0.003 -> 0.1"]
+    changes = drift(old, from_words("--train.lr", "0.1", "--model.layers", "9", preset="slm").run)
+    assert changes == ["model.layers: 12 -> 9", "train.lr: 0.0003 -> 0.1"]
 
 
 def test_the_presets_carry_the_numbers_of_the_source_documents() -> None:

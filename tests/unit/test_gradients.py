@@ -30,7 +30,7 @@ def _run(**more: object) -> Run:
     words = {
         "train.steps": 10, "train.lr": 0.01, "train.batch_size": 6, "train.micro_batch": 2, "train.threads": 1, "train.dtype": "fp32",
         "train.compile": "false", "data.seq_len": 16, "data.embedded_documents": 200, "tokenizer.kind": "bytes",
-        "data.workers": 1, "model.layers": 1, "model.width": 16, "model.heads": 2, "eval.every_steps": 0, "eval.windows": 2,
+        "data.workers": 1, "model.family": "gpt2", "model.layers": 1, "model.width": 16, "model.heads": 2, "eval.every_steps": 0, "eval.windows": 2,
         "eval.sample_every_steps": 0, "save.every_steps": 4, "save.staged": "false", "save.keep": 100,
         **{name.replace("__", "."): value for name, value in more.items()},
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,6 +202,15 @@ def test_a_base_that_is_narrowed_as_it_is_read_has_the_same_bits(tmp_path: Path,
     (base / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(LampError):
         a_built(base, Lora(r=4, base_dtype="int8"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_narrow_base_keeps_no_file_mapped(tmp_path: Path) -> None:
+    """Each mapping is the whole file: sixty of them were more address space than a trial of lamp plan --measure is given."""
+    base = folder_of("llama", tmp_path / "base")
+    built = a_built(base, Lora(r=2, base_dtype="bf16"))
+    assert str(base) not in Path("/proc/self/maps").read_text()
+    assert built.parameters > 0
 
 
 def test_gradients_through_a_narrow_base_are_those_of_the_wide_one() -> None:

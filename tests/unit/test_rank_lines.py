@@ -61,6 +61,8 @@ def test_the_rank_that_the_others_wait_for_is_marked() -> None:
     uneven = [_rank(0, in_collective=0.5), _rank(1, in_collective=0.1), _rank(2, in_collective=0.4)]
     assert slowest(uneven) == (1, "it waits 10% of the time, every other at least 40%")
     assert slowest([_rank(0, in_collective=0.2), _rank(1, in_collective=0.3)]) is None
+    assert slowest([_rank(0, in_collective=0.2), _rank(1, state="ended")]) is None, "the last save is still written"
+    assert slowest([_rank(0, state="ended"), _rank(1, state="ended")]) is None
     assert [("slowest" in line) for line in rank_lines(uneven)] == [False, True, False]
 
 

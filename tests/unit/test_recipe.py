@@ -64,8 +64,43 @@ def test_what_is_given_is_never_derived() -> None:
     assert not [origin for origin in found.origin.values() if origin.startswith("derived")]
     epochs = resolved("--train.epochs", "2")
     assert epochs.run.train.steps is None and "train.steps" not in epochs.origin
-    other = resolved("--model.layers", "8", preset=None)
+    other = resolved("--model.layers", "8", "--model.family", "gpt2", preset=None)
     assert other.run.model.width == 384 and "model.width" not in other.origin, "gpt2 has no rule"
+    assert (other.run.train.optimizer, other.run.train.schedule, other.run.train.lr) == ("adamw", "cosine", 3e-4)
+
+
+def test_a_model_from_scratch_has_the_recipe_without_any_setting() -> None:
+    found = resolved(preset=None)
+    model, train = found.run.model, found.run.train
+    assert (model.family, model.layers, model.width, model.heads, model.tie_embeddings) == ("qwen3", 6, 384, 6, False)
+    assert (train.optimizer, train.lr, train.schedule, train.min_lr_ratio) == ("muon", 0.02, "wsd", 0.0)
+    assert (train.steps, train.batch_size) == (2000, 16), "nobody asked for a size: nothing says how much may be spent"
+    assert found.origin["train.optimizer"] == "derived: the recipe of a model from scratch"
+    dial = resolved("--model.layers", "4", preset=None)
+    assert dial.run == resolved("--model.layers", "4").run, "the preset says the same"
+
+
+def test_what_is_not_from_scratch_keeps_adamw(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for words in (
+        ["--model.init_from", str(tmp_path / "a")],
+        ["--model.family", "llama"],
+        ["--model.family", "mine:Model"],
+    ):
+        train = resolved(*words, preset=None).run.train
+        assert (train.optimizer, train.lr, train.schedule, train.min_lr_ratio) == ("adamw", 3e-4, "cosine", 0.1)
+    for preset in ("slm", "regular", "llama"):
+        assert resolved(preset=preset).run.train.optimizer == "adamw"
+
+
+def test_a_rate_alone_is_one_for_adamw_and_weights_in_parts_are_too() -> None:
+    given = resolved("--train.lr", "1e-3", preset=None)
+    assert (given.run.train.optimizer, given.run.train.schedule) == ("adamw", "cosine")
+    assert given.origin["train.optimizer"] == "derived: train.lr is given without an optimizer"
+    both = resolved("--train.lr", "0.01", "--train.optimizer", "muon", preset=None)
+    assert (both.run.train.optimizer, both.run.train.lr, both.run.train.schedule) == ("muon", 0.01, "wsd")
+    parts = resolved("--train.shard", "full", preset=None)
+    assert parts.run.train.optimizer == "adamw" and "train.shard" in parts.origin["train.optimizer"]
 
 
 def test_a_short_run_has_a_smaller_batch() -> None:

@@ -28,6 +28,7 @@ VERBS = {
     "runs": "runs",
     "track": "track",
     "dash": "dash",
+    "sweep": "sweep",
     "compare": "compare",
     "report": "report",
     "checkpoints": "checkpoints",
@@ -49,6 +50,7 @@ _TALK_ON_STDOUT = (
     "stop",
     "save",
     "dash",
+    "sweep",
 )  # the others have a result there: all other words go to stderr
 _MEANT = {
     "runs": "status ps ls list",
@@ -61,6 +63,7 @@ _MEANT = {
     "track RUN --to": "tensorboard wandb trackio mlflow csv sync",
     "compare RUN RUN": "diff versus",
     "stop RUN": "kill cancel end abort",
+    "sweep --over NAME=A,B": "search tune hpo grid hyperparameters",
     "launch slurm|sky|kubernetes": "submit sbatch slurm sky skypilot k8s kubernetes kubectl",
     "plan": "estimate cost budget",
     "doctor": "check diagnose verify env",
@@ -206,9 +209,10 @@ def _unknown_verb(verb: str) -> int:
 def _verb_help(verb: str) -> int:
     text = VERB_HELP[verb]
     if verb == "train":
-        from lamplighter.config import fields, preset_names
+        from lamplighter.config import fields, flat, preset_names, resolve
 
         text = text.format(presets=", ".join(preset_names()))
-        rows = [f"  --{name:<26} {info.description} (default: {info.default})" for name, info in fields().items()]
+        default = flat(resolve().run)
+        rows = [f"  --{name:<26} {info.description} (default: {default[name]})" for name, info in fields().items()]
         text += "\n".join(rows) + "\n"
     return _to_stdout(text)  # words of ours alone: the one after --token is no secret

@@ -6,7 +6,9 @@ Out: values by name, a run folder; or an error with the nearest match.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
@@ -212,6 +214,20 @@ def find_run(name: str, runs_dir: Path) -> RunDir:
 def named_again(runs_dir: Path | str) -> list[str]:
     """The words by which the next command looks into the same folder of runs; none for the usual one."""
     return [] if Path(runs_dir) == Path("runs") else ["--runs-dir", str(runs_dir)]
+
+
+_BENEATH = """
+import sys
+from lamplighter.procs import prctl
+prctl.belong_to(int(sys.argv.pop(1)))
+from lamplighter.commands import main
+sys.exit(main())
+"""
+
+
+def verb_of_ours(words: list[str]) -> list[str]:
+    """The command line of another verb, in a process that dies with this one."""
+    return [sys.executable, "-P", "-c", _BENEATH, str(os.getpid()), *words]
 
 
 def with_own_fields(words: list[str]) -> list[str]:

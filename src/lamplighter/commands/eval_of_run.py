@@ -11,7 +11,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lamplighter.commands import say_on_leaving
+from lamplighter.commands.arguments import verb_of_ours
 from lamplighter.commands.model_folder import own_family
 from lamplighter.rundir import RunDir, cannot_write, newest_first, number, open_lines, read_lines
 from lamplighter.safe_text import clean_text
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
     from lamplighter.config import Eval
 
 Say = Callable[[str], None]
-# It dies with the training's parent: two evaluations of one checkpoint at a time would be in each other's way.
-_START = """
-import sys
-from lamplighter.procs import prctl
-prctl.belong_to(int(sys.argv.pop(1)))
-from lamplighter.commands import main
-sys.exit(main())
-"""
 _LOOK_S = 0.5
 _TAIL_BYTES = 2000
 _LEAST_STEPS = 3  # inside and outside of evaluations, before their rates are compared
@@ -115,8 +107,8 @@ class Evaluations:
         try:
             folder.mkdir(exist_ok=True)
             log = open_lines(folder / "output.log", mode=0o600)
-            command = [sys.executable, "-P", "-c", _START, str(os.getpid()), *words]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            # It dies with the training's parent: two evaluations of one checkpoint at a time would be in each other's way.
+            self._process = subprocess.Popen(verb_of_ours(words), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             code = self._wait(self._process, name, began)
         except OSError as error:
             self.say(f"evaluation of {name} could not be started: {cannot_write(folder, error).why}")

@@ -7,6 +7,7 @@ usage: lamp VERB ...
 
   demo                    embedded text -> tokenizer -> cache -> train -> sample, about a minute on 2 CPU cores
   train [run.yaml]        train; the same command again resumes where it stopped
+  sweep [run.yaml] --over NAME=A,B   the same run with other settings, in turn, under one budget; the better half goes on
   launch slurm|sky|kubernetes [run.yaml]   the file by which a scheduler starts it, and starts it again
   watch -- CMD...         any training script, unchanged: counted, watched, explained when it hangs
   watch RUN               the live display of a run that is going on, from any terminal
@@ -42,6 +43,17 @@ time went, comparison. It listens on this machine alone (127.0.0.1, port 8470 or
 which is made and printed unless one is given.
 
   --name HOST       a further name under which the page may be asked for, such as that of a proxy before it
+""",
+    "sweep": """\
+usage: lamp sweep [run.yaml] [--preset NAME] --over NAME=VALUE,VALUE... [--halvings N] [--run NAME] [--runs-dir DIR] [--section.key value ...]
+
+The same run with other settings: every combination of what --over gives (several times for several fields), in turn. In each round
+all that are still in train to the same share of their steps, pause there, validated and saved, and the better half goes on, bit
+for bit as if it had never paused. --halvings 0 trains all to the end; without it they are halved until one is left.
+
+budget.usd and budget.hours hold for all of them together: when they are spent it ends with 75, and the same command goes on.
+Room for all checkpoints is checked first; one that has lost keeps its last one. Made: a run for each (NAME-1, NAME-2 ...), and in
+the folder NAME a table (table.md) and the settings of the best one (best.yaml).
 """,
     "compare": """\
 usage: lamp compare RUN RUN... [--json] [--runs-dir DIR]

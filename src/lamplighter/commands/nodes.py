@@ -70,7 +70,7 @@ def nodes_of(run: Run, launch: Launch | None) -> Nodes | None:
 
 def make_card(resolved: Resolved, name: str, ranks: int) -> Card:
     """What this node has, and what must be the same on all: settings, code, versions."""
-    from lamplighter.config.resolve import flat
+    from lamplighter.config import flat
     from lamplighter.procs.pool import usable_cores
     from lamplighter.safe_text import mask
     from lamplighter.watch.meeting import Card

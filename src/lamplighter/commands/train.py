@@ -430,7 +430,7 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
 
     _refuse_newer_status(run)
     began = bool(newest_first(run.checkpoints))
-    if not run.config.exists() or (resolved.origin and not began):  # nothing is done yet: settings are as given
+    if not run.config.exists() or (resolved.given and not began):  # nothing is done yet: settings are as given
         return resolved
     try:
         old = read_dump(run.config)

@@ -20,7 +20,7 @@ from lamplighter.config.recorded import (
     with_check,
     with_secrets_of,
 )
-from lamplighter.config.resolve import Resolved, parse_overrides, preset_names, resolve, with_change
+from lamplighter.config.resolve import Resolved, flat, parse_overrides, preset_names, resolve, with_change
 from lamplighter.config.schema import (
     GRADIENT_BYTES,
     LENGTH,
@@ -70,6 +70,7 @@ __all__ = [
     "dump",
     "dump_for_mirror",
     "fields",
+    "flat",
     "load_dump",
     "parse_overrides",
     "preset_names",

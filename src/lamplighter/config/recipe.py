@@ -1,20 +1,23 @@
-"""What follows from a few numbers: the sizes of a model from its layers, its rate, batch and length from its sizes.
+"""What follows from what a run was given: the recipe of a model from scratch, its sizes from its layers, its batch and length from those.
 
 In:  the values that a run was given.
 Out: those that it was not given, each with its reason; and in words what of a run does not fit together.
 
-Sizes are derived for the qwen3 family alone, whose weights begin so that one rate does for every width; whatever is given is
-left as it is. The rules, and the little that is measured of them so far, stand in docs/recipe.md.
+The recipe and the sizes are those of the qwen3 family, whose weights begin so that one rate does for every width; whatever is
+given is left as it is. The rules, and what is measured of them, stand in docs/recipe.md.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from lamplighter.config.schema import fields
 from lamplighter.model.shape import Shape, count_parameters, flops_per_token
 
+_FAMILY = "qwen3"
+_RECIPE = "the recipe of a model from scratch"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022: the most that is learned for the arithmetic that is spent
 _HEAD_WIDTH = 64
 _WIDTH_PER_LAYER = 64
@@ -38,14 +41,26 @@ def derived(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
         if name not in values:
             found[name] = (value, why)
 
+    scratch = of("model.init_from") is None
+    if scratch:
+        put("model.family", _FAMILY, _RECIPE)
+    modern = scratch and of("model.family") == _FAMILY
+    if modern:
+        _put_recipe(values, put)
+    if modern and of("train.optimizer") == "muon":
+        put("train.schedule", "wsd", _RECIPE)
+        put("train.min_lr_ratio", 0.0, _RECIPE)
     if of("train.optimizer") == "muon":
         put("train.lr", _MUON_LR, "of matrices under Muon, at every width")
-    if of("model.family") != "qwen3" or of("model.init_from") is not None:
+    if not modern:
         return found
     try:
         layers = int(of("model.layers"))
-        put("model.width", _WIDTH_PER_LAYER * layers, f"{_WIDTH_PER_LAYER} for each of {layers} layers")
+        if "model.layers" in values:
+            put("model.width", _WIDTH_PER_LAYER * layers, f"{_WIDTH_PER_LAYER} for each of {layers} layers")
         put("model.heads", max(1, int(of("model.width")) // _HEAD_WIDTH), f"{_HEAD_WIDTH} numbers in each head")
+        if "model.layers" not in values:
+            return found
         shape = _shape(of)
         seq_len, each = int(of("data.seq_len")), flops_per_token(shape, int(of("data.seq_len")))
         steps, length = _length(of, values, count_parameters(shape))
@@ -63,6 +78,17 @@ def derived(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
         why = f"{TOKENS_PER_PARAMETER} tokens for each of {count_parameters(shape) / 1e6:,.1f}M parameters"
         put("train.steps", max(1, math.ceil(length / (rows * seq_len))), why)
     return found
+
+
+def _put_recipe(values: dict[str, Any], put: Callable[[str, Any, str], None]) -> None:
+    """What learned most in equal time. A rate that is given alone is one for AdamW, with the schedule that belongs to it."""
+    put("model.tie_embeddings", False, _RECIPE)
+    if str(values.get("train.shard")) == "full":
+        put("train.optimizer", "adamw", "Muon needs whole matrices, and with train.shard full no rank has one")
+    elif "train.lr" in values:
+        put("train.optimizer", "adamw", "train.lr is given without an optimizer")
+    else:
+        put("train.optimizer", "muon", _RECIPE)
 
 
 def _shape(of: Any) -> Shape:

@@ -132,8 +132,7 @@ def carry_over(resolved: Resolved, before: Recorded) -> tuple[Resolved, list[str
     """
     now, then = flat(resolved.run), flat(before.run)
     ours = {name for name, origin in resolved.origin.items() if origin == "--test" or origin.startswith("preset ")}
-    given = {name for name in resolved.origin if name not in ours or before.origin.get(name) != resolved.origin[name]}
-    given -= {name for name, origin in resolved.origin.items() if origin.startswith("derived")}
+    given = {name for name in resolved.given if name not in ours or before.origin.get(name) != resolved.origin[name]}
     given |= set(LENGTH) if given & set(LENGTH) else set()
     kept = {name: then[name] for name in now if name not in given and not reaches_out(name, then[name])}
     changed = {name: value for name, value in kept.items() if value != now[name]}
@@ -145,7 +144,7 @@ def carry_over(resolved: Resolved, before: Recorded) -> tuple[Resolved, list[str
 
 def to_give_again(old: Run, resolved: Resolved) -> list[str]:
     """The flags of an old run that are not taken from its folder (`reaches_out`) and were not given now."""
-    missing = {name: value for name, value in flat(old).items() if name not in resolved.origin}
+    missing = {name: value for name, value in flat(old).items() if name not in resolved.given}
     return [
         shlex.join([f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])])
         for name, value in missing.items()

@@ -50,6 +50,11 @@ class Resolved:
     origin: dict[str, str] = field(default_factory=dict)
     preset: str | None = None
 
+    @property
+    def given(self) -> set[str]:
+        """What somebody has said, in a preset, a file or a flag; what is derived from it is not."""
+        return {name for name, origin in self.origin.items() if not origin.startswith("derived")}
+
 
 def preset_names() -> list[str]:
     return sorted(path.stem for path in _PRESETS.glob("*.yaml"))

@@ -105,7 +105,9 @@ class TokenizerSection:
 class Model:
     """The network."""
 
-    family: str = _value("gpt2", 'gpt2, llama, qwen3, or a model of your own, "module:name"')
+    family: str = _value(
+        "gpt2", 'gpt2, llama, qwen3, or a model of your own, "module:name"; from scratch qwen3, unless it is given'
+    )
     layers: int = _value(6, "transformer blocks", ge=1, le=1000)
     width: int = _value(384, "model width", ge=8, le=65_536)
     heads: int = _value(6, "attention heads", "width must be a multiple of heads", ge=1, le=1024)
@@ -219,8 +221,18 @@ class Train:
         "none: every rank holds the whole model; full: weights, gradients and optimizer are divided among the ranks (FSDP2);"
         " auto: divided where one device cannot hold the whole; the bits are the same",
     )
-    optimizer: str = _value("adamw", f"one of: {', '.join(OPTIMIZERS)}", choices=OPTIMIZERS)
-    lr: float = _value(3e-4, "peak learning rate", "3e-4 is usual for 100M parameters, 1e-3 for 1M", gt=0, le=1)
+    optimizer: str = _value(
+        "adamw",
+        f"one of: {', '.join(OPTIMIZERS)}; muon for a model from scratch, adamw where train.lr is given alone and for all other models",
+        choices=OPTIMIZERS,
+    )
+    lr: float = _value(
+        3e-4,
+        "peak learning rate; with muon, of matrices",
+        "with AdamW 3e-4 is usual for 100M parameters, 1e-3 for 1M; with Muon 0.02",
+        gt=0,
+        le=1,
+    )
     min_lr_ratio: float = _value(0.1, "final rate as a share of the peak (cosine)", ge=0, le=1)
     warmup_steps: int | None = _value(None, "optimizer steps of warm-up; none = 5 % of the run, at most 2,000", ge=0)
     schedule: Literal["cosine", "constant", "wsd"] = _value(
@@ -357,6 +369,9 @@ class Budget:
     usd: float | None = _value(None, "stop, saved, before so many dollars are spent", gt=0)
     usd_per_hour: float | None = _value(None, "price of the machine; of each node, where there are several", gt=0)
     hours: float | None = _value(None, "stop, saved, before so many hours have passed", gt=0)
+    until_step: int | None = _value(
+        None, "pause, validated and saved, after this step; the schedule stays that of train.steps", ge=1
+    )
 
     def __post_init__(self) -> None:
         if self.usd is not None and self.usd_per_hour is None:

@@ -6,7 +6,9 @@ Out: each of the things that training reads from, made if need be; every step un
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,11 +171,13 @@ def open_rows(run: Run, cache: Path, source: Source, chat: ChatTemplate) -> Exam
 
 def _open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -> StreamBatches:
     """Documents as they arrive: what is held out is decided by the first of them, once, and kept in the run's folder."""
+    from lamplighter.data.shared_chunks import SharedFiller, in_turn
     from lamplighter.data.stream import Filler, ReadOnce, StreamBatches, StreamSettings, hold_back
 
     data, train = run.data, run.train
     source = ReadOnce(source)
-    with report.phase("hold back"):
+    shared = int(os.environ.get("LAMP_WORLD", "1")) > 1
+    with report.phase("hold back") as phase, in_turn(folder / "stream", phase) if shared else nullcontext():
         sample_bytes = min(_LOOK_BYTES, max(1 << 18, 4 * data.tokens_per_chunk))
         division, held = hold_back(folder / "stream", source, tokenizer, data.val_fraction, sample_bytes)
     report.note(
@@ -188,6 +192,8 @@ def _open_stream(run: Run, folder: Path, source: Source, tokenizer: Tokenizer) -
         max_chunks=data.max_chunks,
         repeat=data.at_end == "repeat",
     )
+    if shared:
+        return StreamBatches(SharedFiller(source, tokenizer, division, settings, folder / "stream" / "chunks"), held)
     return StreamBatches(Filler(source, tokenizer, division, settings), held)
 
 

@@ -132,9 +132,10 @@ class Filling:
     wanted: int = 0
     documents: int = 0
     last: float = 0.0  # monotonic time of the latest text
+    by: str = ""  # in words, where another process reads it
 
     def words(self, item: str) -> str:
-        return f"{self.documents:,} samples, at {item}"
+        return self.by or f"{self.documents:,} samples, at {item}"
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,10 @@ class Filler:
                 yield chunk
             if not some:
                 raise BadData(f"no text to train on in {self.source}", "all of it is held back", "add text")
+
+    def close(self) -> None:
+        """Stop at the next text."""
+        self.stop.set()
 
     def _epoch(self, state: State) -> Iterator[Chunk]:
         """The chunks from here to the end of the source (or the last one that was asked for)."""
@@ -434,7 +439,7 @@ class StreamBatches:
 
     def close(self, join_s: float | None = 0.0) -> None:
         """End the thread at its next text, without waiting: a dead remote source may hold it for long."""
-        self.filler.stop.set()
+        self.filler.close()
         if self._ahead is not None:
             self._ahead.close(join_s)
 

@@ -168,7 +168,10 @@ def load_narrow(model: Transformer, folder: Path, dtype: str) -> None:
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, nn.Parameter(read(name)))
+            own = _read(*places[name]).to(
+                torch.float32, copy=True
+            )  # or the whole file would stay mapped for each of them
+            setattr(model.get_submodule(owner), last, nn.Parameter(own))
 
 
 @contextmanager

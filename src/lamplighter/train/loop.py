@@ -343,6 +343,7 @@ class _Loop:
             not self.context.machine.reads_late
             or step == self.state.steps
             or step == self.first_step
+            or self._pauses_after(step)
             or self.checkpointer.due(step)
             or self.checkpointer.remember_due()
             or any(every and step % every == 0 for every in looks)
@@ -667,17 +668,23 @@ class _Loop:
         if self.spent is None:
             self.spent = guard.budget_reached(budget, report.spent_s(), save_s, record.seconds)
         wanted = self.stop_votes if self.context.world.size > 1 else self.spent is not None or report.stopping()
-        if not wanted or record.step >= self.state.steps:
+        pauses = self._pauses_after(record.step)  # which all ranks know by themselves
+        if not (wanted or pauses) or record.step >= self.state.steps:
             return
         if self.spent is not None:
             report.verdict(self.spent)
         self.checkpointer.tell_standing()
         self.checkpointer.save_or_report()
         self.checkpointer.stopped.set()
-        raise StoppedEarly(self.spent.why if self.spent else report.stop_reason() or "another rank was asked to stop")
+        paused = f"step {record.step} is reached (budget.until_step)" if pauses else "another rank was asked to stop"
+        raise StoppedEarly(self.spent.why if self.spent else report.stop_reason() or paused)
+
+    def _pauses_after(self, step: int) -> bool:
+        until = self.context.run.budget.until_step
+        return until is not None and step >= until
 
     def _evaluate_if_due(self, step: int) -> None:
-        section, last = self.eval, step == self.state.steps
+        section, last = self.eval, step == self.state.steps or self._pauses_after(step)
         if self.context.data.held_out.samples and (last or (section.every_steps and step % section.every_steps == 0)):
             with self.pace.timing("validation", step):
                 self._validate(step)

@@ -25,7 +25,10 @@ def ranks_of(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def slowest(ranks: list[dict[str, Any]]) -> tuple[int, str] | None:
-    """The rank that the others wait for, and how that is seen; none while they are about even."""
+    """The rank that the others wait for, and how that is seen; none while they are about even. One that is done is waited for by nobody."""
+    ranks = [one for one in ranks if one.get("state") != "ended"]
+    if not ranks:
+        return None
     for state, words in (("gone", "it is gone"), ("stopped", "stopped by a signal; go on with: kill -CONT {pid}")):
         if found := next((one for one in ranks if one.get("state") == state), None):
             return found["rank"], words.format(pid=found.get("pid"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,13 @@ class RankSeries:
         self.written_at = snapshot.at
         self.ranks = {rank: _begin(process, snapshot.at) for rank, process in ranks.items()}
 
-    def now(self, pids: Sequence[int]) -> list[dict[str, Any]]:
-        """Each rank at the last look, by the processes that they are; for status.json."""
+    def now(self, pids: Sequence[int], done: Collection[int] = ()) -> list[dict[str, Any]]:
+        """Each rank at the last look, by the processes that they are; for status.json. `done`: ranks that have ended well."""
         found = {one.pid: one for one in self.last.processes} if self.last is not None else {}
         at = self.last.at if self.last is not None else 0.0
         nodes = any(isinstance(pid, RemotePid) for pid in pids)
-        return [self._record(rank, pid, found.get(pid), at, nodes) for rank, pid in enumerate(pids)]
+        records = [self._record(rank, pid, found.get(pid), at, nodes) for rank, pid in enumerate(pids)]
+        return [{**one, "state": "ended"} if one["rank"] in done else one for one in records]
 
     def _record(self, rank: int, pid: int, process: Process | None, at: float, nodes: bool) -> dict[str, Any]:
         slot = (process.slot if process else None) or Slot()

@@ -415,10 +415,14 @@ class Trainer:
             "flags": list(self.status.flags.values()),
             **{name: words for name in ("exact", "path") if (words := getattr(self.status, name))},
             **({"ended_early": self.ended_early} if self.ended_early else {}),
-            **({"ranks": self.series.now([one.pid for one in self.processes])} if self.spec.ranks > 1 else {}),
+            **({"ranks": self._rank_records()} if self.spec.ranks > 1 else {}),
             **({"nodes": self.spec.elsewhere.records()} if self.elsewhere is not None else {}),
             **self._budget_spent(),
         }
+
+    def _rank_records(self) -> list[dict[str, Any]]:
+        done = [rank for rank in self.ranks if self.processes[rank].poll() == DONE]
+        return self.series.now([one.pid for one in self.processes], done)
 
     def _val_loss(self) -> float | None:
         """Of this attempt, else the last that is known."""

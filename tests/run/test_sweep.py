@@ -1,0 +1,83 @@
+"""lamp sweep: rounds of runs that pause and go on bit for bit, one budget, one best."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lamplighter.config import load_dump, resolve
+from lamplighter.rundir import RunDir, read_lines
+from running import TINY, Command, lamp
+
+TINY_RUN = [*TINY, "--train.steps", "16", "--save.every_steps", "0", "--save.every_s", "0", "--launch.spare", "0"]
+OVER = ["--over", "train.lr=1e-5,3e-3"]
+
+
+def losses(run: RunDir) -> dict[int, str]:
+    found = {int(row["step"]): float(row["train/loss"]).hex() for row in read_lines(run.metrics) if "train/loss" in row}
+    assert found
+    return found
+
+
+def test_the_better_half_goes_on_bit_for_bit_and_the_budget_is_one(tmp_path: Path) -> None:
+    first = lamp("sweep", *OVER, *TINY_RUN, "--budget.hours", "0.0001", cwd=tmp_path)
+    assert first.returncode == 75, first.stdout + first.stderr
+    assert "the budget is spent" in first.stdout and "goes on" in first.stdout
+    done = lamp("sweep", *OVER, *TINY_RUN, "--budget.hours", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sweep-1  train.lr=1e-5" in done.stdout and "best: sweep-2  train.lr=3e-3" in done.stdout
+    lost, best = (RunDir(tmp_path / "runs" / name) for name in ("sweep-1", "sweep-2"))
+    assert max(losses(lost)) == 8, "half of its steps, and no further"
+    assert [path.name for path in lost.checkpoints.glob("checkpoint-*")] == ["checkpoint-8"]
+    table = (tmp_path / "runs" / "sweep" / "table.md").read_text()
+    assert "| 1 | sweep-2 | train.lr=3e-3 | 16 of 16 |" in table and "place 2 of 2 after step 8" in table
+    settings = load_dump(tmp_path / "runs" / "sweep" / "best.yaml")
+    assert settings.train.lr == 3e-3 and settings.budget.until_step is None
+    whole = lamp("train", "--run", "whole", *TINY_RUN, "--train.lr", "3e-3", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    assert losses(best) == losses(RunDir(tmp_path / "runs" / "whole")), "as if it had never paused"
+    again = lamp("sweep", *OVER, *TINY_RUN, cwd=tmp_path)
+    assert again.returncode == 0 and "to step" not in again.stdout.replace("at step", ""), "nothing is trained twice"
+
+
+def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(here: Command, tmp_path: Path) -> None:
+    for words, said in (
+        ([], "--over is not given"),
+        (["--over", "train.lr"], "a name, =, and values"),
+        (["--over", "train.lrr=1,2"], "train.lr"),
+        (["--over", "train.lr=1e-3"], "1 combinations"),
+        (["--over", "train.lr=1e-3,1e-3"], "a value stands twice"),
+        (["--over", "save.keep=1,2"], "changes nothing that is learned"),
+        (["--over", "train.lr=1e-3,2e-3", "--train.lr", "1"], "given twice"),
+        (["--over", "train.lr=1e-3,many"], "train.lr"),
+        (["--over", "train.lr=1e-3,2e-3", "--train.epochs", "2"], "rounds are counted in steps"),
+        (["--over", "train.lr=1e-3,2e-3", "--data.val_fraction", "0"], "held-back"),
+        (["--over", "train.lr=1e-3,2e-3", "--halvings", "-1"], "--halvings -1"),
+    ):
+        done = here("sweep", *words, cwd=tmp_path)
+        assert done.returncode in (2, 78) and said in done.stderr, (words, done.stderr)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_with_another_sweep_or_a_run_is_left_alone(here: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "sweep"
+    folder.mkdir(parents=True)
+    (folder / "sweep.json").write_text(json.dumps([{"run": "sweep-1", "settings": {"train.lr": "1"}, "steps": 5}]))
+    done = here("sweep", *OVER, *TINY_RUN, cwd=tmp_path)
+    assert done.returncode == 2 and "holds another sweep" in done.stderr
+    (folder / "events.jsonl").touch()
+    done = here("sweep", *OVER, *TINY_RUN, cwd=tmp_path)
+    assert done.returncode == 2 and "is a run" in done.stderr
+
+
+def test_no_room_is_said_before_the_first_run(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamplighter.commands.sweep.free_bytes", lambda _: 10)
+    done = here("sweep", *OVER, *TINY_RUN, cwd=tmp_path)
+    assert done.returncode == 73 and "no room for this sweep" in done.stderr
+    assert not list((tmp_path / "runs").glob("sweep-*"))
+
+
+def test_a_run_of_its_own_pauses_at_a_step_too() -> None:
+    assert resolve(None, None, {"budget.until_step": ["7"]}).run.budget.until_step == 7
