@@ -98,7 +98,7 @@ def test_a_stop_during_the_start_of_a_resumed_run_still_knows_what_is_safe(tmp_p
     wait_for(lambda: slot_of(run).phase == "import", process=going)
     going.send_signal(signal.SIGINT)
     assert going.wait(10) == 75
-    assert "at step 8; step 8 is safe" in (tmp_path / "out.txt").read_text()
+    assert "before another step was made; step 8 is safe" in (tmp_path / "out.txt").read_text()
     assert read_json(run.status)["durable_step"] == 8
 
 

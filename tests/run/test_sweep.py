@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lamplighter.config import load_dump, resolve
+from lamplighter.config import load_dump
 from lamplighter.rundir import RunDir, read_lines
 from running import TINY, Command, lamp
 
@@ -72,6 +72,30 @@ def test_a_folder_with_another_sweep_or_a_run_is_left_alone(here: Command, tmp_p
     assert done.returncode == 2 and "is a run" in done.stderr
 
 
+def test_runs_that_it_has_not_made_are_left_alone(here: Command, tmp_path: Path) -> None:
+    mine = tmp_path / "runs" / "sweep-2" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    done = here("sweep", *OVER, *TINY_RUN, cwd=tmp_path)
+    assert done.returncode == 2 and "sweep-2 is there already" in done.stderr
+    assert not (tmp_path / "runs" / "sweep-1").exists() and mine.read_text() == "mine"
+
+
+def test_what_the_plan_refuses_is_out_and_takes_no_room(tmp_path: Path) -> None:
+    words = ["--over", "model.mlp_width=64,100000000", *TINY_RUN, "--train.steps", "4", "--halvings", "0"]
+    done = lamp("sweep", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sweep-2 (model.mlp_width=100000000) is out: refused by the plan" in done.stdout
+    assert "1 runs, 0 halvings" in done.stdout and "best: sweep-1" in done.stdout
+    assert not (tmp_path / "runs" / "sweep-2").exists()
+
+
+def test_a_rate_that_is_tried_is_one_of_the_optimizer_that_a_run_has_without_it(tmp_path: Path) -> None:
+    words = [word for word in TINY_RUN if word not in ("--model.family", "gpt2")]
+    begun = lamp("sweep", "--over", "train.lr=0.01,0.02", *words, "--budget.hours", "0.0001", cwd=tmp_path)
+    assert begun.returncode == 75 and "the rates are those of muon with the schedule wsd" in begun.stdout
+
+
 def test_no_room_is_said_before_the_first_run(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamplighter.commands.sweep.free_bytes", lambda _: 10)
     done = here("sweep", *OVER, *TINY_RUN, cwd=tmp_path)
@@ -79,5 +103,13 @@ def test_no_room_is_said_before_the_first_run(here: Command, tmp_path: Path, mon
     assert not list((tmp_path / "runs").glob("sweep-*"))
 
 
-def test_a_run_of_its_own_pauses_at_a_step_too() -> None:
-    assert resolve(None, None, {"budget.until_step": ["7"]}).run.budget.until_step == 7
+def test_a_run_pauses_once_and_says_how_it_goes_on(here: Command, tmp_path: Path) -> None:
+    words = ["train", "--run", "r", *TINY_RUN]
+    paused = here(*words, "--budget.until_step", "5", cwd=tmp_path)
+    assert paused.returncode == 75 and "--budget.until_step none" in paused.stdout, paused.stdout
+    run = RunDir(tmp_path / "runs" / "r")
+    made = losses(run)
+    again = here(*words, "--budget.until_step", "5", cwd=tmp_path)
+    assert again.returncode == 75 and "nothing is trained" in again.stdout and losses(run) == made
+    done = here(*words, "--budget.until_step", "none", cwd=tmp_path)
+    assert done.returncode == 0 and max(losses(run)) == 16, done.stdout

@@ -69,7 +69,9 @@ def test_a_question_to_a_person_is_not_spoken_into(
 
     monkeypatch.setattr(sys, "stdin", Slow())
     first_words.begin(pipe[1], "eval")
-    human._choose_by_terminal(human.Comparison(tmp_path, ("a", "b"), [human.BlindPair(0, "p", ("x", "y"), (0, 1))], {}))
+    human._choose_by_terminal(
+        human.Comparison(tmp_path, ("a", "b"), [human.BlindPair(0, "p", ("x", "y"), (0, 1))], {}, ({}, {}))
+    )
     assert _heard(pipe[0]) == []
 
 

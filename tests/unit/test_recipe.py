@@ -139,4 +139,8 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
     (large,) = misfits(lr=2e-3, steps=200, **{**known, "batch_size": 2048, "step_tokens": 524_288.0})
     assert "many for a run" in large and "--train.batch_size" in large
     assert misfits(lr=3e-4, steps=50, **known) == [], "a try"
-    assert misfits(lr=3e-4, steps=118, **{**known, "optimizer": "muon"}) == []
+    muon = {**known, "optimizer": "muon"}
+    (small,) = misfits(lr=3e-4, steps=118, **muon)
+    assert "0.02 is usual with Muon: --train.lr 0.02" in small and misfits(lr=0.04, steps=118, **muon) == []
+    (absurd,) = misfits(lr=1.0, steps=30, **known)
+    assert "is large for 30 steps" in absurd, "of a try, too"

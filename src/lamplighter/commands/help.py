@@ -44,17 +44,6 @@ which is made and printed unless one is given.
 
   --name HOST       a further name under which the page may be asked for, such as that of a proxy before it
 """,
-    "sweep": """\
-usage: lamp sweep [run.yaml] [--preset NAME] --over NAME=VALUE,VALUE... [--halvings N] [--run NAME] [--runs-dir DIR] [--section.key value ...]
-
-The same run with other settings: every combination of what --over gives (several times for several fields), in turn. In each round
-all that are still in train to the same share of their steps, pause there, validated and saved, and the better half goes on, bit
-for bit as if it had never paused. --halvings 0 trains all to the end; without it they are halved until one is left.
-
-budget.usd and budget.hours hold for all of them together: when they are spent it ends with 75, and the same command goes on.
-Room for all checkpoints is checked first; one that has lost keeps its last one. Made: a run for each (NAME-1, NAME-2 ...), and in
-the folder NAME a table (table.md) and the settings of the best one (best.yaml).
-""",
     "compare": """\
 usage: lamp compare RUN RUN... [--json] [--runs-dir DIR]
 
@@ -97,6 +86,18 @@ usage: lamp train [run.yaml] [--preset NAME] [--resume auto|never|checkpoint-N|P
   --runs-dir DIR    where runs live (default: runs)
 
 Order: default < preset < run.yaml < command line. Every field:
+""",
+    "sweep": """\
+usage: lamp sweep [run.yaml] [--preset NAME] --over NAME=VALUE,VALUE... [--halvings N] [--run NAME] [--runs-dir DIR] [--section.key value ...]
+
+The same run with other settings: every combination of what --over gives (several times for several fields), in turn. In each round
+all that are still in train to the same share of their steps, pause there, validated and saved, and the better half goes on, bit
+for bit as if it had never paused. --halvings 0 trains all to the end; without it they are halved until one is left.
+
+budget.usd and budget.hours hold for all of them together: when they are spent it ends with 75, and the same command goes on.
+Room for all checkpoints is checked first; one that has lost keeps its last one. Rates are those of the optimizer that a run has without
+them (Muon from scratch); precision and threads are the first one's. Made: a run for each (NAME-1, NAME-2 ...), and in
+the folder NAME a table (table.md) and the settings of the best one (best.yaml).
 """,
     "launch": """\
 usage: lamp launch slurm [run.yaml] [-o FILE] [--submit] [--nodes N] [--gpus N] [--cpus N] [--mem M] [--time T] [--partition P]

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from lamplighter import first_words
 from lamplighter.commands import write
 from lamplighter.commands.arguments import many, named_again, parse, verb_of_ours
 from lamplighter.commands.train import run_name
-from lamplighter.errors import CRASHED, DONE, STOPPED_EARLY, CannotWrite, InputMissing, RefusedByPlan, UsageError
+from lamplighter.errors import CRASHED, DONE, STOPPED_EARLY, CannotWrite, RefusedByPlan, UsageError
 from lamplighter.rundir import (
     RunDir,
     cannot_write,
@@ -38,10 +39,12 @@ from lamplighter.rundir import (
     number,
     read_json,
     read_lines,
+    read_record,
     read_status,
     write_atomic,
     write_json,
 )
+from lamplighter.watch.status import averaged, duration
 
 if TYPE_CHECKING:
     from lamplighter.config import Budget, Resolved
@@ -58,15 +61,9 @@ _SAME_PLAN = (
     "train.grad_clip",
     "train.seed",
 )
-_OF_ALL = (
-    2,
-    65,
-    66,
-    67,
-    69,
-    73,
-    130,
-)  # codes of what is wrong with every run, or was asked for: the sweep ends with them
+_OF_ALL = (69, 73, 130)  # somebody else has the run, no room, Ctrl+C twice: the sweep ends with them
+_SPEAK_S = 1.8
+_WIDE = 80  # points of a curve in the table
 
 
 def _sweep_flags(
@@ -76,7 +73,6 @@ def _sweep_flags(
     preset: str | None = None,
     run: str | None = None,
     halvings: int | None = None,
-    test: bool = False,
     runs_dir: Path = Path("runs"),
 ) -> None:
     """What `lamp sweep` takes besides fields and --over."""
@@ -124,7 +120,7 @@ def sweep(words: list[str]) -> int:
 
     words, found = many(words, "over")
     rest, overrides = parse_overrides(words)
-    flags = parse("sweep", _sweep_flags, rest)
+    flags = {**parse("sweep", _sweep_flags, rest), "test": False}
     name = run_name({**flags, "run": flags["run"] or (None if flags["run_yaml"] or flags["preset"] else "sweep")})
     folder = RunDir(flags["runs_dir"] / name)
     again = shlex.join(["lamp", "sweep", *words, *(word for one in found["over"] for word in ("--over", one))])
@@ -149,7 +145,6 @@ def _given(flags: dict[str, Any]) -> list[str]:
     """What of the command is for each of the runs, too."""
     words = [str(flags["run_yaml"])] if flags["run_yaml"] else []
     words += ["--preset", flags["preset"]] if flags["preset"] else []
-    words += ["--test"] if flags["test"] else []
     return [*words, *named_again(flags["runs_dir"])]
 
 
@@ -158,6 +153,13 @@ def _candidates(folder: RunDir, over: list[str], overrides: dict[str, list[str]]
     from lamplighter.config import resolve
 
     fields = [_field(one) for one in over]
+    tried = {name for name, _ in fields}
+    if "train.lr" in tried and "train.optimizer" not in {
+        *tried,
+        *overrides,
+    }:  # rates of the optimizer that it has without them
+        optimizer = resolve(flags["preset"], flags["run_yaml"], overrides).run.train.optimizer
+        overrides["train.optimizer"] = [optimizer]
     if not fields:
         raise UsageError("lamp sweep tries nothing", "--over is not given", "--over train.lr=0.01,0.02,0.04")
     twice = [name for name, _ in fields if sum(name == other for other, _ in fields) > 1 or name in overrides]
@@ -170,7 +172,7 @@ def _candidates(folder: RunDir, over: list[str], overrides: dict[str, list[str]]
     for index, values in enumerate(itertools.product(*(values for _, values in fields)), 1):
         settings = {name: value for (name, _), value in zip(fields, values, strict=True)}
         words = {**overrides, **{name: [value] for name, value in settings.items()}}
-        resolved = resolve(flags["preset"], flags["run_yaml"], words, flags["test"])
+        resolved = resolve(flags["preset"], flags["run_yaml"], words)
         steps, run = resolved.run.train.steps, RunDir(folder.path.parent / f"{folder.name}-{index}")
         if steps is None or not resolved.run.data.val_fraction:
             why = (
@@ -208,6 +210,9 @@ def _refuse_other(folder: RunDir, candidates: list[Candidate]) -> None:
         raise UsageError(f"{folder.name} is a run", "a sweep needs a name of its own", f"--run {folder.name}-sweep")
     path = folder.path / "sweep.json"
     before = read_json(path) if path.exists() else None
+    taken = [one.run.path for one in candidates if one.run.path.exists()]
+    if before is None and taken:
+        raise UsageError(f"{taken[0]} is there already", "the runs of a sweep are its own", f"--run {folder.name}-sweep, or another --runs-dir")  # fmt: skip
     if before is not None and before != _record(candidates):
         raise UsageError(f"{folder.path} holds another sweep", "other values or other steps were tried", f"--run {folder.name}-2, or the command of before")  # fmt: skip
 
@@ -259,6 +264,7 @@ class Sweep:
             if not planned["go"]:
                 one.out = f"refused by the plan: {' '.join(planned['reasons'])}"
                 self.say(f"{one.run.name} ({one.words}) is out: {one.out}")
+                continue
             hours += planned["hours"]
             kept = sum(path.stat().st_size for path in one.run.checkpoints.rglob("*") if path.is_file())
             room += max(0.0, planned["disk_gib"] * 2**30 - kept)
@@ -275,13 +281,18 @@ class Sweep:
             write_json(path / "sweep.json", _record(self.candidates))
         except OSError as error:
             raise cannot_write(path, error) from error
-        share = hours / len(self.candidates) * sum(self._shares())
-        limit = f"; {self.left_s / 3600:.2f} h of the budget are left" if math.isfinite(self.left_s) else ""
-        self.say(f"{len(self.candidates)} runs, {self.rounds} halvings: about {share:.2f} h of {hours:.2f} h for all to the end, up to {human_bytes(room)}{limit}")  # fmt: skip
+        count = len(self.still_in)
+        share = hours * 3600 / count * sum(self._shares(count))
+        limit = f"; {duration(max(0.0, self.left_s))} of the budget are left" if math.isfinite(self.left_s) else ""
+        of_all = f" instead of {duration(hours * 3600)} for all to the end" if self.rounds else ""
+        self.say(f"{count} runs, {self.rounds} halvings: about {duration(share)} of steps{of_all}, besides each start; up to {human_bytes(room)}{limit}")  # fmt: skip
+        train = self.candidates[0].resolved.run.train
+        if "train.lr" in self.candidates[0].settings:
+            self.say(f"the rates are those of {train.optimizer} with the schedule {train.schedule}")
 
-    def _shares(self) -> Iterator[float]:
+    def _shares(self, count: int) -> Iterator[float]:
         """Of a whole run, what each round takes for all that are in."""
-        count, done = len(self.candidates), 0.0
+        done = 0.0
         for behind in range(self.rounds, -1, -1):
             yield count * (2.0**-behind - done)
             count, done = math.ceil(count / 2), 2.0**-behind
@@ -294,8 +305,7 @@ class Sweep:
             found: dict[str, Any] = json.loads(told.stdout)
             return {name: found[name] for name in ("go", "reasons", "hours", "disk_gib")}
         except (json.JSONDecodeError, KeyError):
-            write(2, told.stderr)
-            raise InputMissing(f"{one.words} cannot be planned", "see above", "lamp plan with the same words") from None
+            return {"go": False, "reasons": [_error_of(told.stderr)], "hours": 0.0, "disk_gib": 0.0}
 
     def _settings(self, one: Candidate) -> list[str]:
         return [*self.given, *(word for name, value in one.settings.items() for word in (f"--{name}", value))]
@@ -337,18 +347,51 @@ class Sweep:
         words = ["train", *self._settings(one), "--run", one.run.name, "--save.keep", "1", "--budget.until_step", str(target)]  # fmt: skip
         if math.isfinite(self.left_s):
             words += ["--budget.usd", "none", "--budget.hours", str((one.spent_s + self.left_s) / 3600)]
+        words += self._as_the_first(one)
         self.say(f"{one.run.name}: {one.words}, to step {target} of {one.steps}")
-        self._process = subprocess.Popen(verb_of_ours(words))
-        code = self._process.wait()
-        self._process = None
+        with tempfile.TemporaryFile() as heard:
+            self._process = subprocess.Popen(verb_of_ours(words), stdout=heard, stderr=heard)
+            code = self._wait(self._process, one)
+            self._process = None
+            heard.seek(0)
+            said = heard.read().decode(errors="replace")
         one.read_losses(self.measure)
         if code in (DONE, STOPPED_EARLY) and one.step >= target:
             return STOPPED_EARLY if self._asked_to_stop else None
         if code == STOPPED_EARLY or code in _OF_ALL or self._asked_to_stop:
+            if code in _OF_ALL:
+                write(2, said)
             return code
-        one.out = f"ended with {code} at step {one.step}"
+        one.out = f"ended with {code} at step {one.step}: {_error_of(said)}"
         self.say(f"{one.run.name} ({one.words}) is out: {one.out}")
         return None
+
+    def _wait(self, process: subprocess.Popen[bytes], one: Candidate) -> int:
+        """Until it ends, with a line now and then; all that it says is in its own console.log."""
+        while True:
+            try:
+                return process.wait(_SPEAK_S)
+            except subprocess.TimeoutExpired:
+                now = read_status(one.run)
+                loss, rate = now.get("mean_loss"), number(now.get("tokens_per_s"))
+                told = [f"step {int(number(now.get('step')))}/{one.steps}", str(now.get("phase") or "starting")]
+                told += [f"average loss {number(loss):.3f}"] if loss is not None else []
+                told += [f"{rate:,.0f} tokens/s"] if rate else []
+                self.say(f"{one.run.name}  {' · '.join(told)}")
+
+    def _as_the_first(self, one: Candidate) -> list[str]:
+        """Precision and threads that the first run has found to be fastest, where nobody has given them: else the clock would decide
+        who is compared with whom."""
+        if one.run.config.exists():  # it keeps what it was begun with
+            from lamplighter.config import load_dump
+
+            begun = load_dump(one.run.config).train
+            found: dict[str, Any] = {"dtype": begun.dtype, "threads": begun.threads}
+        else:
+            found = next((facts for other in self.candidates if (facts := _machine_of(other.run))), {})
+        free = {"dtype": one.resolved.run.train.dtype == "auto", "threads": one.resolved.run.train.threads is None}
+        known = {name: found.get(name) for name, is_free in free.items() if is_free}
+        return [word for name, value in known.items() if value not in (None, "auto") for word in (f"--train.{name}", str(value))]  # fmt: skip
 
     def _judge(self, behind: int) -> None:
         """After a round: the better half stays in, the others keep their last checkpoint."""
@@ -389,7 +432,7 @@ class Sweep:
         spent = sum(one.spent_s for one in self.candidates)
         if code == STOPPED_EARLY and not self._asked_to_stop:
             money = f", {dollars(self.budget.spent_usd(spent))}" if self.budget.usd_per_hour else ""
-            self.say(f"the budget is spent: {spent / 3600:.2f} h{money} over all runs")
+            self.say(f"the budget is spent: {duration(spent)}{money} over all runs")
         self.say(made)
         self.say(
             f"next: {self.again} goes on{'' if self._asked_to_stop else ', with a larger budget' if code == STOPPED_EARLY else ''}"
@@ -419,11 +462,31 @@ class Sweep:
             last = max(one.losses, default=0)
             loss = f"{one.losses[last]:.4f}" if one.losses else "-"
             rows.append(f"| {place} | {one.run.name} | {one.words} | {last} of {one.steps} | {loss} | {one.out} |")
-            points = [value for _, value in sorted(one.losses.items())]
-            if len(points) > 1:
-                pictures += [f"{one.run.name}  {one.words}", *chart(points, 4), ""]
-        text = [f"# {self.folder.name}: {self.measure.removeprefix('eval/')} at the last validation", "", *rows, "", "```", *pictures, "```", ""]  # fmt: skip
+            points = averaged((number(row.get("train/loss"), math.nan) for row in _rows(one.run)), _WIDE)
+            if points:
+                pictures += [f"{one.run.name}  {one.words}: training loss", *chart(points, 4), ""]
+        drawn = ["```", *pictures, "```", ""] if pictures else []
+        text = [f"# {self.folder.name}: {self.measure.removeprefix('eval/')} at the last validation", "", *rows, "", *drawn]  # fmt: skip
         write_atomic(self.folder.path / "table.md", "\n".join(text))
+
+
+def _rows(run: RunDir) -> Iterator[dict[str, Any]]:
+    return read_lines(run.metrics, having=b"train/loss") if run.metrics.exists() else iter(())
+
+
+def _machine_of(run: RunDir) -> dict[str, Any]:
+    """What its newest checkpoint says of the machine that made it."""
+    for path in newest_first(run.checkpoints):
+        found = read_record(path / "training" / "state.json").get("machine")
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _error_of(said: str) -> str:
+    """What went wrong and why, out of all that a command said."""
+    found = [line.partition(":")[2].strip() for line in said.splitlines() if line.startswith(("error:", "why:"))]
+    return "; ".join(found[:2]) or "it said nothing"
 
 
 def _keep_last(run: RunDir) -> None:

@@ -17,7 +17,7 @@ from lamplighter import own_code, report
 from lamplighter.commands import result
 from lamplighter.commands.arguments import parse, refuse_controls
 from lamplighter.commands.launched import LAUNCHERS, Launch, follow, launch_of
-from lamplighter.errors import CRASHED, DONE, BadConfig, LampError, RefusedByPlan, UsageError
+from lamplighter.errors import CRASHED, DONE, STOPPED_EARLY, BadConfig, LampError, RefusedByPlan, UsageError
 from lamplighter.leaves import leaf_size
 from lamplighter.rundir import (
     EVENTS_BYTES,
@@ -169,6 +169,13 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
         resolved = _settings_at_resume(run, resolved, console)
         from lamplighter.commands.eval_of_run import Evaluations
 
+        if resume == "auto" and (paused := _paused_already(run, resolved.run.budget)):
+            console.say(
+                f"{run.name} has reached step {paused} (budget.until_step {resolved.run.budget.until_step}): nothing is trained"
+            )
+            console.say(f"next: {_same_command(verb, _without_pause(words))}")
+            code, ended = STOPPED_EARLY, f"{run.name} has paused"
+            return code
         if resume == "auto" and _finished_already(run, resolved, console):
             code, ended = DONE, f"{run.name} is finished"
             mirroring.begin()  # what its end had no time for
@@ -393,6 +400,22 @@ def _left_out(words: list[str]) -> str:
     return f"{', '.join(flags)}: not repeated in the command, because of a secret; give it again" if flags else ""
 
 
+def _paused_already(run: RunDir, budget: Budget) -> int:
+    """The durable step, where it is that of budget.until_step or a later one."""
+    status = read_status(run)
+    durable = int(number(status.get("durable_step"))) if status.get("state") != "finished" else 0
+    return durable if budget.until_step is not None and durable >= budget.until_step else 0
+
+
+def _without_pause(words: list[str]) -> list[str]:
+    """The command that goes on."""
+    found = list(words)
+    while "--budget.until_step" in found:
+        at = found.index("--budget.until_step")
+        del found[at : at + 2]
+    return [word for word in found if not word.startswith("--budget.until_step=")]
+
+
 def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> bool:
     """A finished run says so and exits 0, unless train.steps or train.epochs was raised; after an early end, the patience."""
     from lamplighter.config import load_dump
@@ -430,7 +453,8 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
 
     _refuse_newer_status(run)
     began = bool(newest_first(run.checkpoints))
-    if not run.config.exists() or (resolved.given and not began):  # nothing is done yet: settings are as given
+    if not run.config.exists() or (resolved.given and not began):  # nothing is kept yet: settings are as given
+        _tell_of_lost_start(run, resolved, console)
         return resolved
     try:
         old = read_dump(run.config)
@@ -479,6 +503,19 @@ def _settings_at_resume(run: RunDir, resolved: Resolved, console: Console) -> Re
             words = "the same result but for rounding, so from here on not bit-identical to before"
             console.say(f"WARNING  {name}: {before} -> {now}; {words}", "bold yellow")
     return resolved
+
+
+def _tell_of_lost_start(run: RunDir, resolved: Resolved, console: Console) -> None:
+    """Steps that nothing was saved of, and that were made with other settings."""
+    from lamplighter.config import drift, read_dump
+
+    try:
+        changes = drift(read_dump(run.config).run, resolved.run) if run.config.exists() else []
+    except LampError:  # damaged: it is written anew
+        return
+    if changes and any("train/loss" in record for record in read_lines(run.metrics)):
+        words = f"nothing was saved of the earlier start of this run; it begins again, with other settings: {'; '.join(changes)}"
+        console.say(f"WARNING  {words}", "bold yellow")
 
 
 def _same_settings(run: RunDir, resolved: Resolved) -> bool:

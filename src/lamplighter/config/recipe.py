@@ -28,6 +28,7 @@ _BATCH_FACTOR, _BATCH_POWER = 0.2920, 0.3271
 _RATE_FACTOR, _RATE_POWER = 0.3118, -0.1250
 _FAR = 8.0  # how many times off is worth a word
 _LEAST_STEPS, _LEAST_TOKENS = 100, 100_000  # shorter runs are tries
+_LEAST_FLOPS = 1e11  # of less, the rule for rates would be above anything that was ever tried
 
 
 def derived(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -139,19 +140,22 @@ def misfits(
 ) -> list[str]:
     """What of batch, rate and steps does not fit the others in a run from scratch, with what would; in words.
 
-    Only what is far off is said: the rules are those of large runs, and good to a factor of a few.
+    Only what is far off is said: the rules are those of large runs, and good to a factor of a few. Of a short try only a rate that is
+    too large for any run is.
     """
     tokens = steps * step_tokens
-    if steps < _LEAST_STEPS or tokens < _LEAST_TOKENS:
-        return []
     flops, found = flops_per_token * tokens, []
-    rate, best = fitting_rate(flops), fitting_tokens(flops)
-    if optimizer == "adamw" and not rate / _FAR < lr < rate * _FAR:
+    best, short = fitting_tokens(flops), steps < _LEAST_STEPS or tokens < _LEAST_TOKENS
+    rate = _MUON_LR if optimizer == "muon" else fitting_rate(max(flops, _LEAST_FLOPS))
+    if lr > rate * _FAR or (lr < rate / _FAR and not short):
         size = "small" if lr < rate else "large"
+        usual = "with Muon" if optimizer == "muon" else f"for so much arithmetic ({flops:.1e} FLOPs)"
         found.append(
-            f"a peak rate of {lr:g} is {size} for {steps:,} steps of this model: {_round(rate):g} is usual for so much"
-            f" arithmetic ({flops:.1e} FLOPs): --train.lr {_round(rate):g}"
+            f"a peak rate of {lr:g} is {size} for {steps:,} steps of this model: {_round(rate):g} is usual {usual}:"
+            f" --train.lr {_round(rate):g}"
         )
+    if short:
+        return found
     if step_tokens > _FAR * best:
         rows = max(1, round(batch_size * best / step_tokens))
         more = math.ceil(steps * batch_size / rows)

@@ -434,6 +434,7 @@ _WARMUP_SHARE = 0.30
 _MANY_EPOCHS = 5
 MUCH_PADDING = 0.20
 _DEAR_CRASH = 0.05  # of the whole run
+_TEN_MINUTES_H = 0.17
 _LITTLE_VALIDATION = 10_000  # tokens
 _MUCH_VALIDATION = 0.20  # of the time
 _UNUSED_ROWS = 0.10
@@ -493,7 +494,7 @@ def _rate(plan: Plan) -> Iterator[Check]:
     if share > 1:
         never = f"{unit}{micro}: the peak rate would never be reached; --train.warmup_steps {max(1, job.steps // 20)}"
         yield Check("warm-up", never, True)
-    elif share > _WARMUP_SHARE:
+    elif share > _WARMUP_SHARE and rate.warmup > max(1, job.steps // 20):
         advice = f"under 10 % is usual: --train.warmup_steps {max(1, job.steps // 20)}"
         yield Check("warm-up", f"{unit}{micro}; {advice}", True)
     else:
@@ -523,7 +524,7 @@ def _saves(plan: Plan) -> Iterator[Check]:
     cost = dollars(hours * job.budget.usd_per_hour) if job.budget.usd_per_hour is not None else lost
     none = hours >= plan.hours and plan.hours > 1 / 6
     words = f"{' or '.join(due) or 'only at the end'}: a crash can cost {cost}"
-    dear = none or (hours > _DEAR_CRASH * plan.hours and plan.hours > 2)
+    dear = hours > _TEN_MINUTES_H and (none or (hours > _DEAR_CRASH * plan.hours and plan.hours > 2))
     yield Check("saves", words + (" (save.every_s 600 would be ten minutes)" if dear else ""), dear)
 
 

@@ -70,7 +70,7 @@ def explain_schedule(schedule: Schedule) -> None:
             f"learning rate: {schedule.lr_at(1):.2e} at step 1 is warm-up; {schedule.peak:.2e} from step {schedule.warmup}"
             f" ({share:.1%} of the run, counted in optimizer steps), then {schedule.shape}"
         )
-    if share > WARMUP_SHARE:
+    if share > WARMUP_SHARE and schedule.warmup > max(1, schedule.steps // 20):
         report.warn(
             f"warm-up takes {share:.0%} of the run ({schedule.warmup} of {schedule.steps} optimizer steps);"
             f" under 10 % is usual: --train.warmup_steps {max(1, schedule.steps // 20)}"

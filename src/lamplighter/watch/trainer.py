@@ -713,6 +713,8 @@ class Trainer:
             node.close(outcome.code, self._words_for_nodes(outcome))
         if outcome.code != DONE and self.spec.resume_command and outcome.code not in _NOT_BY_RESUMING:
             more = self.spec.budget.enough_for(self.foretold_s or 2 * self.spent_s) if self._spent_all else ""
+            until = self.spec.budget.until_step
+            more = more or ("--budget.until_step none" if until is not None and self._standing()[1] >= until else "")
             self.say(f"next: {with_settings(self.spec.resume_command, more)}", "bold")
             if self.spec.left_out:
                 self.say(self.spec.left_out)
