@@ -37,6 +37,8 @@ def test_compiling_is_chosen_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> N
     assert not chosen(auto, None, HOUR, LOW, "llama", True), "in bf16 our attention is faster for short rows"
     assert chosen(auto, None, HOUR, LOW, "llama", True, seq_len=1024)
     assert not chosen(auto, None, HOUR, LOW, "gpt2", True, seq_len=1024)
+    assert chosen(auto, None, HOUR, LOW, "qwen3", True), "its small norms, also beside our attention"
+    assert not chosen(auto, None, 500.0, LOW, "qwen3", True)
     assert not chosen(auto, None, HOUR, PLAIN, "gpt2", True), "a gpt2 gains nothing on a CPU"
     assert not chosen(auto, None, HOUR, PLAIN, "mine.py:Model", True), "a model of one's own, unasked"
     assert not chosen(auto, None, HOUR, PLAIN, "llama", False), "every length anew"

@@ -33,6 +33,7 @@ from lamplighter.train.ranks import ALONE, World
 
 _COMPILE_COSTS_S = 60.0  # half a minute, and it should be worth the trouble
 _LLAMA_COMPILE_GAIN = 0.05  # with torch's attention, on a CPU: docs/decisions/021-kernels.md
+_QWEN3_COMPILE_GAIN = 0.1  # norms of queries and keys are small passes that a compiled block does at once
 _GPU_COMPILE_GAIN = 0.1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3), with what they are by default
 TRIM_THRESHOLD, MMAP_MAX = 128 * 1024, 65_536
@@ -209,7 +210,9 @@ def choose_compile(
 
 
 def _cpu_compile_gain(family: str, dtype_name: str, seq_len: int) -> float:
-    """Share of the time that it saves; nothing where attention is a kernel of our own, which a compiled block does not use."""
+    """Share of the time that it saves; a Llama's is lost where attention is a kernel of our own, which a compiled block does not use."""
+    if family == "qwen3":
+        return _QWEN3_COMPILE_GAIN
     own_attention = dtype_name == "bf16" and seq_len <= BLOCK_ATTENTION_TOKENS
     return _LLAMA_COMPILE_GAIN if family != "gpt2" and not own_attention else 0.0
 
