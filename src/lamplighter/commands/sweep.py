@@ -44,6 +44,7 @@ from lamplighter.rundir import (
     write_atomic,
     write_json,
 )
+from lamplighter.train.held import remove_unless_read
 from lamplighter.watch.status import averaged, duration
 
 if TYPE_CHECKING:
@@ -362,7 +363,8 @@ class Sweep:
             if code in _OF_ALL:
                 write(2, said)
             return code
-        one.out = f"ended with {code} at step {one.step}: {_error_of(said)}"
+        why = "early, by its eval.patience" if code == DONE else f"with {code}: {_error_of(said)}"
+        one.out = f"ended at step {one.step} {why}"
         self.say(f"{one.run.name} ({one.words}) is out: {one.out}")
         return None
 
@@ -492,5 +494,9 @@ def _error_of(said: str) -> str:
 def _keep_last(run: RunDir) -> None:
     """Of a run that has lost, all checkpoints but the newest go; the manifest first, so that none looks valid by half."""
     for path in newest_first(run.checkpoints)[1:]:
-        (path / "manifest.json").unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+        remove_unless_read(path, _remove)  # what lamp serve or eval reads stays
+
+
+def _remove(path: Path) -> None:
+    (path / "manifest.json").unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
