@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from lamplighter.config import load_dump
-from lamplighter.rundir import RunDir, read_lines
-from running import TINY, Command, lamp
+from lamplighter.commands.sweep import Sweep, SweepRun
+from lamplighter.config import load_dump, resolve
+from lamplighter.rundir import RunDir, is_running, read_lines, read_status
+from running import TINY, Command, lamp, start_lamp, wait_for
 
 TINY_RUN = [*TINY, "--train.steps", "16", "--save.every_steps", "0", "--save.every_s", "0", "--launch.spare", "0"]
 OVER = ["--over", "train.lr=1e-5,3e-3"]
@@ -96,6 +99,31 @@ def test_a_rate_that_is_tried_is_one_of_the_optimizer_that_a_run_has_without_it(
     assert begun.returncode == 75 and "the rates are those of muon with the schedule wsd" in begun.stdout
 
 
+def test_all_have_the_precision_and_the_threads_of_the_first(tmp_path: Path) -> None:
+    first, second = (SweepRun(RunDir(tmp_path / name), {}, resolve(), 8) for name in ("s-1", "s-2"))
+    one = Sweep(RunDir(tmp_path / "s"), [first, second], 0, "eval/val_loss", given=[], again="")
+    assert one._as_the_first(first) == [], "nobody was before it"
+    folder = first.run.checkpoint(8)
+    (folder / "training").mkdir(parents=True)
+    (folder / "training" / "state.json").write_text(json.dumps({"machine": {"dtype": "bf16", "threads": 2}}))
+    assert one._as_the_first(second) == ["--train.dtype", "bf16", "--train.threads", "2"]
+    second.resolved = resolve(None, None, {"train.dtype": ["fp32"]})
+    assert one._as_the_first(second) == ["--train.threads", "2"], "what is given stays"
+
+
+def test_a_sweep_that_is_asked_to_stop_leaves_its_run_saved_and_goes_on(tmp_path: Path) -> None:
+    words = ["sweep", *OVER, *TINY_RUN, "--train.steps", "20000", "--halvings", "0"]
+    going = start_lamp(*words, cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "sweep-1")
+    wait_for(lambda: run.status.exists() and (read_status(run).get("step") or 0) > 5, process=going)
+    going.send_signal(signal.SIGTERM)
+    assert going.wait(30) == 75
+    status = read_status(run)
+    assert status["state"] != "running" and status["durable_step"] > 5 and not is_running(run)
+    assert "goes on" in (tmp_path / "out.txt").read_text()
+    assert not (tmp_path / "runs" / "sweep-2").exists()
+
+
 def test_no_room_is_said_before_the_first_run(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamplighter.commands.sweep.free_bytes", lambda _: 10)
     done = here("sweep", *OVER, *TINY_RUN, cwd=tmp_path)
@@ -113,3 +141,12 @@ def test_a_run_pauses_once_and_says_how_it_goes_on(here: Command, tmp_path: Path
     assert again.returncode == 75 and "nothing is trained" in again.stdout and losses(run) == made
     done = here(*words, "--budget.until_step", "none", cwd=tmp_path)
     assert done.returncode == 0 and max(losses(run)) == 16, done.stdout
+
+
+def test_steps_that_nothing_was_saved_of_are_said_where_other_settings_begin(here: Command, tmp_path: Path) -> None:
+    words = ["train", "--run", "r", *TINY_RUN]
+    assert here(*words, "--budget.until_step", "3", cwd=tmp_path).returncode == 75
+    shutil.rmtree(tmp_path / "runs" / "r" / "checkpoints")  # as after a kill before the first save
+    done = here(*words, "--train.lr", "2e-3", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "nothing was saved of the earlier start" in done.stdout and "train.lr: 0.0003 -> 0.002" in done.stdout

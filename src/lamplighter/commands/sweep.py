@@ -80,7 +80,7 @@ def _sweep_flags(
 
 
 @dataclass
-class Candidate:
+class SweepRun:
     """One combination of settings, and the run that tries it."""
 
     run: RunDir
@@ -121,19 +121,19 @@ def sweep(words: list[str]) -> int:
 
     words, found = many(words, "over")
     rest, overrides = parse_overrides(words)
-    flags = {**parse("sweep", _sweep_flags, rest), "test": False}
+    flags = parse("sweep", _sweep_flags, rest)
     name = run_name({**flags, "run": flags["run"] or (None if flags["run_yaml"] or flags["preset"] else "sweep")})
     folder = RunDir(flags["runs_dir"] / name)
     again = shlex.join(["lamp", "sweep", *words, *(word for one in found["over"] for word in ("--over", one))])
-    candidates = _candidates(folder, found["over"], overrides, flags)
-    _refuse_other(folder, candidates)
+    runs = _runs_of(folder, found["over"], overrides, flags)
+    _refuse_other(folder, runs)
     rounds = flags["halvings"]
     if rounds is None:
-        rounds = math.ceil(math.log2(len(candidates)))
+        rounds = math.ceil(math.log2(len(runs)))
     if not 0 <= rounds <= 20:
         raise UsageError(f"--halvings {rounds} will not do", "it is a number from 0 on", "leave it out: they are halved until one is left")  # fmt: skip
-    measure = "eval/val_bpb" if any(one.startswith("tokenizer.") for one in candidates[0].settings) else "eval/val_loss"
-    one = Sweep(folder, candidates, rounds, measure, given=[*_given(flags), *_flag_words(overrides)], again=again)
+    measure = "eval/val_bpb" if any(one.startswith("tokenizer.") for one in runs[0].settings) else "eval/val_loss"
+    one = Sweep(folder, runs, rounds, measure, given=[*_given(flags), *_flag_words(overrides)], again=again)
     one.begin()
     return one.go()
 
@@ -149,7 +149,7 @@ def _given(flags: dict[str, Any]) -> list[str]:
     return [*words, *named_again(flags["runs_dir"])]
 
 
-def _candidates(folder: RunDir, over: list[str], overrides: dict[str, list[str]], flags: dict[str, Any]) -> list[Candidate]:  # fmt: skip
+def _runs_of(folder: RunDir, over: list[str], overrides: dict[str, list[str]], flags: dict[str, Any]) -> list[SweepRun]:  # fmt: skip
     """Every combination, each checked now and not after hours."""
     from lamplighter.config import resolve
 
@@ -182,7 +182,7 @@ def _candidates(folder: RunDir, over: list[str], overrides: dict[str, list[str]]
             raise UsageError("a sweep needs train.steps and data.val_fraction", why, "--train.steps 1000 --data.val_fraction 0.02")  # fmt: skip
         if resolved.run.budget.until_step is not None:
             raise UsageError("budget.until_step is given", "the rounds of a sweep set it", "leave it out; --halvings says how many rounds there are")  # fmt: skip
-        found.append(Candidate(run, settings, resolved, steps))
+        found.append(SweepRun(run, settings, resolved, steps))
     return found
 
 
@@ -205,21 +205,21 @@ def _field(text: str) -> tuple[str, list[str]]:
     return name, found
 
 
-def _refuse_other(folder: RunDir, candidates: list[Candidate]) -> None:
+def _refuse_other(folder: RunDir, runs: list[SweepRun]) -> None:
     """A folder of that name holds this sweep, or nothing."""
     if folder.events.exists() or folder.checkpoints.is_dir():
         raise UsageError(f"{folder.name} is a run", "a sweep needs a name of its own", f"--run {folder.name}-sweep")
     path = folder.path / "sweep.json"
     before = read_json(path) if path.exists() else None
-    taken = [one.run.path for one in candidates if one.run.path.exists()]
+    taken = [one.run.path for one in runs if one.run.path.exists()]
     if before is None and taken:
         raise UsageError(f"{taken[0]} is there already", "the runs of a sweep are its own", f"--run {folder.name}-sweep, or another --runs-dir")  # fmt: skip
-    if before is not None and before != _record(candidates):
+    if before is not None and before != _record(runs):
         raise UsageError(f"{folder.path} holds another sweep", "other values or other steps were tried", f"--run {folder.name}-2, or the command of before")  # fmt: skip
 
 
-def _record(candidates: list[Candidate]) -> list[dict[str, Any]]:
-    return [{"run": one.run.name, "settings": one.settings, "steps": one.steps} for one in candidates]
+def _record(runs: list[SweepRun]) -> list[dict[str, Any]]:
+    return [{"run": one.run.name, "settings": one.settings, "steps": one.steps} for one in runs]
 
 
 @dataclass
@@ -227,25 +227,25 @@ class Sweep:
     """The rounds of it, one run after another."""
 
     folder: RunDir
-    candidates: list[Candidate]
+    runs: list[SweepRun]
     rounds: int
     measure: str
     given: list[str]
     again: str
     _process: subprocess.Popen[bytes] | None = None
-    _asked_to_stop: int = 0
+    _asked_to_stop: bool = False
 
     @property
     def budget(self) -> Budget:
-        return self.candidates[0].resolved.run.budget
+        return self.runs[0].resolved.run.budget
 
     @property
     def left_s(self) -> float:
-        return self.budget.left_s(sum(one.spent_s for one in self.candidates))
+        return self.budget.left_s(sum(one.spent_s for one in self.runs))
 
     @property
-    def still_in(self) -> list[Candidate]:
-        return [one for one in self.candidates if not one.out]
+    def still_in(self) -> list[SweepRun]:
+        return [one for one in self.runs if not one.out]
 
     def say(self, text: str) -> None:
         write(1, f"{time.strftime('%H:%M:%S')}  sweep: {text}\n")
@@ -256,10 +256,10 @@ class Sweep:
         """On paper: time, money and room of all; what the plan refuses is out. Then the folder."""
         hours = room = 0.0
         plans: dict[tuple[str, ...], dict[str, Any]] = {}
-        for at, one in enumerate(self.candidates, 1):
+        for at, one in enumerate(self.runs, 1):
             key = tuple(value for name, value in one.settings.items() if name not in _SAME_PLAN)
             if key not in plans:
-                self.say(f"plan {at} of {len(self.candidates)}: {one.words}")
+                self.say(f"plan {at} of {len(self.runs)}: {one.words}")
                 plans[key] = self._plan(one)
             planned = plans[key]
             if not planned["go"]:
@@ -271,15 +271,15 @@ class Sweep:
             room += max(0.0, planned["disk_gib"] * 2**30 - kept)
         if not self.still_in:
             raise RefusedByPlan(
-                "the plan refuses every combination", self.candidates[0].out, "lamp plan shows the arithmetic"
+                "the plan refuses every combination", self.runs[0].out, "lamp plan shows the arithmetic"
             )
         path = self.folder.path
         try:
             path.mkdir(parents=True, exist_ok=True)
             if free_bytes(path) < room:
-                why = f"{human_bytes(free_bytes(path))} are free; {len(self.candidates)} runs with a checkpoint and the best one need up to {human_bytes(room)}"
+                why = f"{human_bytes(free_bytes(path))} are free; {len(self.runs)} runs with a checkpoint and the best one need up to {human_bytes(room)}"
                 raise CannotWrite("there is no room for this sweep", why, "make room, try fewer values, or --runs-dir elsewhere")  # fmt: skip
-            write_json(path / "sweep.json", _record(self.candidates))
+            write_json(path / "sweep.json", _record(self.runs))
         except OSError as error:
             raise cannot_write(path, error) from error
         count = len(self.still_in)
@@ -287,8 +287,8 @@ class Sweep:
         limit = f"; {duration(max(0.0, self.left_s))} of the budget are left" if math.isfinite(self.left_s) else ""
         of_all = f" instead of {duration(hours * 3600)} for all to the end" if self.rounds else ""
         self.say(f"{count} runs, {self.rounds} halvings: about {duration(share)} of steps{of_all}, besides each start; up to {human_bytes(room)}{limit}")  # fmt: skip
-        train = self.candidates[0].resolved.run.train
-        if "train.lr" in self.candidates[0].settings:
+        train = self.runs[0].resolved.run.train
+        if "train.lr" in self.runs[0].settings:
             self.say(f"the rates are those of {train.optimizer} with the schedule {train.schedule}")
 
     def _shares(self, count: int) -> Iterator[float]:
@@ -298,7 +298,7 @@ class Sweep:
             yield count * (2.0**-behind - done)
             count, done = math.ceil(count / 2), 2.0**-behind
 
-    def _plan(self, one: Candidate) -> dict[str, Any]:
+    def _plan(self, one: SweepRun) -> dict[str, Any]:
         """What lamp plan says of it."""
         words = verb_of_ours(["plan", *self._settings(one), "--save.keep", "1", "--json"])
         told = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -308,7 +308,7 @@ class Sweep:
         except (json.JSONDecodeError, KeyError):
             return {"go": False, "reasons": [_error_of(told.stderr)], "hours": 0.0, "disk_gib": 0.0}
 
-    def _settings(self, one: Candidate) -> list[str]:
+    def _settings(self, one: SweepRun) -> list[str]:
         return [*self.given, *(word for name, value in one.settings.items() for word in (f"--{name}", value))]
 
     # ---------------------------------------------------------------- the rounds
@@ -316,8 +316,8 @@ class Sweep:
     def go(self) -> int:
         """Round after round; the code of the whole."""
         first_words.end()  # from here on the runs speak
-        for number_ in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number_, self._ask_to_stop)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._ask_to_stop)
         for behind in range(self.rounds, -1, -1):
             self.say(
                 f"round {self.rounds - behind + 1} of {self.rounds + 1}: {len(self.still_in)} runs to 1/{1 << behind} of their steps"
@@ -333,11 +333,11 @@ class Sweep:
 
     def _ask_to_stop(self, signum: int, _frame: object) -> None:
         """Ctrl+C reaches the run by itself; TERM is handed on."""
-        self._asked_to_stop = signum
+        self._asked_to_stop = True
         if self._process is not None and signum == signal.SIGTERM:
             self._process.send_signal(signum)
 
-    def _train(self, one: Candidate, behind: int) -> int | None:
+    def _train(self, one: SweepRun, behind: int) -> int | None:
         """To the end of this round; a code where the whole sweep ends here."""
         target = one.target(behind)
         one.read_losses(self.measure)
@@ -368,7 +368,7 @@ class Sweep:
         self.say(f"{one.run.name} ({one.words}) is out: {one.out}")
         return None
 
-    def _wait(self, process: subprocess.Popen[bytes], one: Candidate) -> int:
+    def _wait(self, process: subprocess.Popen[bytes], one: SweepRun) -> int:
         """Until it ends, with a line now and then; all that it says is in its own console.log."""
         while True:
             try:
@@ -381,7 +381,7 @@ class Sweep:
                 told += [f"{rate:,.0f} tokens/s"] if rate else []
                 self.say(f"{one.run.name}  {' · '.join(told)}")
 
-    def _as_the_first(self, one: Candidate) -> list[str]:
+    def _as_the_first(self, one: SweepRun) -> list[str]:
         """Precision and threads that the first run has found to be fastest, where nobody has given them: else the clock would decide
         who is compared with whom."""
         if one.run.config.exists():  # it keeps what it was begun with
@@ -390,7 +390,7 @@ class Sweep:
             begun = load_dump(one.run.config).train
             found: dict[str, Any] = {"dtype": begun.dtype, "threads": begun.threads}
         else:
-            found = next((facts for other in self.candidates if (facts := _machine_of(other.run))), {})
+            found = next((facts for other in self.runs if (facts := _machine_of(other.run))), {})
         free = {"dtype": one.resolved.run.train.dtype == "auto", "threads": one.resolved.run.train.threads is None}
         known = {name: found.get(name) for name, is_free in free.items() if is_free}
         return [word for name, value in known.items() if value not in (None, "auto") for word in (f"--train.{name}", str(value))]  # fmt: skip
@@ -418,7 +418,8 @@ class Sweep:
 
     def _end(self, code: int) -> int:
         best = self._best()
-        self._write_table()
+        if code != DONE:  # the last round has written it
+            self._write_table()
         made = f"made: {self.folder.path / 'table.md'}"
         if code == DONE and best is not None:
             from lamplighter.config import shown
@@ -431,7 +432,7 @@ class Sweep:
             self.say(f"next: {shlex.join(['lamp', 'compare', *others, *runs_dir])}")
             self.say(f"  or: {shlex.join(['lamp', 'generate', best.run.name, *runs_dir])}")
             return DONE
-        spent = sum(one.spent_s for one in self.candidates)
+        spent = sum(one.spent_s for one in self.runs)
         if code == STOPPED_EARLY and not self._asked_to_stop:
             money = f", {dollars(self.budget.spent_usd(spent))}" if self.budget.usd_per_hour else ""
             self.say(f"the budget is spent: {duration(spent)}{money} over all runs")
@@ -441,26 +442,30 @@ class Sweep:
         )
         return code
 
-    def _ranked(self) -> list[Candidate]:
+    def _ranked(self) -> list[SweepRun]:
         """Those that came farthest first, and of them the lowest loss."""
 
-        def key(one: Candidate) -> tuple[int, float, float]:
+        def key(one: SweepRun) -> tuple[int, float, float]:
             share = max(one.losses, default=0) / one.steps
             return (bool(one.out), -share, one.losses[max(one.losses)] if one.losses else math.inf)
 
-        return sorted(self.candidates, key=key)
+        return sorted(self.runs, key=key)
 
-    def _best(self) -> Candidate | None:
+    def _best(self) -> SweepRun | None:
         first = self._ranked()[0]
         return first if first.losses and not first.out else None
 
     def _write_table(self) -> None:
-        """All of them, the best first, with a curve of each one's validations."""
+        """All of them, the best first, with the curve of each one's training loss."""
         from lamplighter.braille import chart
 
         rows = ["| | run | settings | step | loss | |", "|---|---|---|---|---|---|"]
         pictures = []
+        spoke = time.monotonic()
         for place, one in enumerate(self._ranked(), 1):
+            if time.monotonic() - spoke > _SPEAK_S:  # long runs have long curves
+                self.say(f"table: {place - 1} of {len(self.runs)} curves are read")
+                spoke = time.monotonic()
             last = max(one.losses, default=0)
             loss = f"{one.losses[last]:.4f}" if one.losses else "-"
             rows.append(f"| {place} | {one.run.name} | {one.words} | {last} of {one.steps} | {loss} | {one.out} |")

@@ -133,7 +133,7 @@ def run_name(flags: dict[str, Any]) -> str:
     refuse_controls(name)
     if "/" in name or name.startswith("."):
         raise UsageError(f"{name} cannot be a run's name", "a run is one folder of --runs-dir", "--run my-run")
-    return name + ("-test" if flags["test"] else "")
+    return name + ("-test" if flags.get("test") else "")
 
 
 def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any], nodes: Nodes | None = None) -> int:
@@ -173,7 +173,9 @@ def _train(verb: str, words: list[str], resolved: Resolved, flags: dict[str, Any
             console.say(
                 f"{run.name} has reached step {paused} (budget.until_step {resolved.run.budget.until_step}): nothing is trained"
             )
-            console.say(f"next: {_same_command(verb, _without_pause(words))}")
+            from lamplighter.watch.trainer import with_settings
+
+            console.say(f"next: {with_settings(_same_command(verb, words), '--budget.until_step none')}")
             code, ended = STOPPED_EARLY, f"{run.name} has paused"
             return code
         if resume == "auto" and _finished_already(run, resolved, console):
@@ -405,15 +407,6 @@ def _paused_already(run: RunDir, budget: Budget) -> int:
     status = read_status(run)
     durable = int(number(status.get("durable_step"))) if status.get("state") != "finished" else 0
     return durable if budget.until_step is not None and durable >= budget.until_step else 0
-
-
-def _without_pause(words: list[str]) -> list[str]:
-    """The command that goes on."""
-    found = list(words)
-    while "--budget.until_step" in found:
-        at = found.index("--budget.until_step")
-        del found[at : at + 2]
-    return [word for word in found if not word.startswith("--budget.until_step=")]
 
 
 def _finished_already(run: RunDir, resolved: Resolved, console: Console) -> bool:

@@ -47,10 +47,7 @@ def derived(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
         put("model.family", _FAMILY, _RECIPE)
     modern = scratch and of("model.family") == _FAMILY
     if modern:
-        _put_recipe(values, put)
-    if modern and of("train.optimizer") == "muon":
-        put("train.schedule", "wsd", _RECIPE)
-        put("train.min_lr_ratio", 0.0, _RECIPE)
+        _put_recipe(values, of, put)
     if of("train.optimizer") == "muon":
         put("train.lr", _MUON_LR, "of matrices under Muon, at every width")
     if not modern:
@@ -81,7 +78,7 @@ def derived(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _put_recipe(values: dict[str, Any], put: Callable[[str, Any, str], None]) -> None:
+def _put_recipe(values: dict[str, Any], of: Callable[[str], Any], put: Callable[[str, Any, str], None]) -> None:
     """What learned most in equal time. A rate that is given alone is one for AdamW, with the schedule that belongs to it."""
     put("model.tie_embeddings", False, _RECIPE)
     if str(values.get("train.shard")) == "full":
@@ -90,6 +87,9 @@ def _put_recipe(values: dict[str, Any], put: Callable[[str, Any, str], None]) ->
         put("train.optimizer", "adamw", "train.lr is given without an optimizer")
     else:
         put("train.optimizer", "muon", _RECIPE)
+    if of("train.optimizer") == "muon":
+        put("train.schedule", "wsd", _RECIPE)
+        put("train.min_lr_ratio", 0.0, _RECIPE)
 
 
 def _shape(of: Any) -> Shape:

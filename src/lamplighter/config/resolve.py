@@ -393,7 +393,7 @@ def _explain(error: ValidationError, values: dict[str, Any], origin: dict[str, s
     message, info = ", or ".join([first["msg"], *others]), fields().get(name)
     if info is None:
         return _unknown(name, origin.get(name, ""), BadConfig)
-    advice = info.advice or f"the default is {info.default}"
+    advice = info.advice or f"the default is {flat(resolve().run)[name]}"  # of a run without settings
     where = origin.get(name, "default")
     return BadConfig(
         f"{name}: {_short(values.get(name))} will not do ({where})",
